@@ -1,0 +1,44 @@
+# Two commands on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help install demo test check format docs bench clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# torch by itself first: the pin takes the CPU build where one is offered, and nothing after it asks for another.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lab,dev]'
+	@touch $@
+
+install: $(STAMP)  ## the virtual environment with everything in it
+
+test: $(STAMP)  ## all tests, with coverage
+	$(BIN)/python -m pytest --cov --cov-report=term
+
+check: $(STAMP)  ## lint, format, types, import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo:  ## the demonstration
+	@echo "make demo: the laboratory is not built yet; the library works, see README.md" >&2; exit 1
+
+docs:  ## the documentation site
+	@echo "make docs: the documentation site is not built yet; docs/ holds its pages" >&2; exit 1
+
+bench: $(STAMP)  ## what the roots cost, as ratios measured side by side
+	$(BIN)/python -m orthocond.lab.bench.ratios
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .coverage .import_linter_cache

@@ -1,0 +1,1 @@
+"""The laboratory: experiments and measurements on top of the library's public names."""

@@ -1,0 +1,1 @@
+"""What the library costs, as ratios measured side by side in one run."""

@@ -1,0 +1,27 @@
+"""Functions of tensors: roots of a covariance, the nearest orthogonal matrix, covariance and spectrum.
+
+The same promises hold for all of them: options are keyword-only and have the same names everywhere, batch
+dimensions are arbitrary, dtype and device are kept, the input is never changed, and each matrix of a batch is
+independent of its neighbours, forward and backward.
+"""
+
+from orthocond.linalg._covariance import covariance
+from orthocond.linalg._decompose import solver_failures
+from orthocond.linalg._gradients import GRADIENTS
+from orthocond.linalg._polar import POLAR_SOLVERS, nearest_orthogonal
+from orthocond.linalg._roots import SOLVERS, matrix_inv_sqrth, matrix_sqrth, matrix_sqrth_pair
+from orthocond.linalg._spectrum import Spectrum, spectrum
+
+__all__ = [
+    "GRADIENTS",
+    "POLAR_SOLVERS",
+    "SOLVERS",
+    "Spectrum",
+    "covariance",
+    "matrix_inv_sqrth",
+    "matrix_sqrth",
+    "matrix_sqrth_pair",
+    "nearest_orthogonal",
+    "solver_failures",
+    "spectrum",
+]

@@ -1,0 +1,124 @@
+"""Divided differences of the roots: what their derivatives look like in the eigenbasis.
+
+For ``f(A) = U diag(f(l)) U^T`` the derivative is ``U (F o (U^T H U)) U^T`` with the first divided differences
+``F_ij = (f(l_i) - f(l_j)) / (l_i - l_j)`` (Daleckii and Krein), and the second derivative has the second ones.
+For the roots the difference in the denominator cancels, with ``s_i = sqrt(l_i + eps)``:
+
+    root:          F_ij = 1 / (s_i + s_j)
+    inverse root:  F_ij = -1 / (s_i s_j (s_i + s_j))
+
+so equal eigenvalues are nothing special. A dropped eigenvalue has ``f = 0``. Between a kept ``i`` and a dropped
+``j`` the difference is ``f(l_i) / (l_i - l_j)``, between two dropped ones it is 0. The function jumps where an
+eigenvalue crosses the cut-off, so a gap narrower than the cut-off itself counts as that wide: the gradient stays
+bounded there, and is exact everywhere else.
+
+Reference: N. J. Higham, Functions of Matrices (SIAM 2008), section 3.2.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Split", "first_differences", "root_values", "second_derivative", "split"]
+
+# Eigenvalues below this have an l^(-3/2), the size of the inverse root's gradient, that is near overflow.
+_SMALLEST = {torch.float64: 1e-190, torch.float32: 1e-25}
+
+
+class Split(NamedTuple):
+    """The eigenvalues of a symmetric matrix, split into those that are kept and those that are dropped."""
+
+    eigenvalues: Tensor
+    """``(..., n)``"""
+    roots: Tensor
+    """``s = sqrt(l + eps)`` ``(..., n)``; 1 where dropped."""
+    kept: Tensor | None
+    """``(..., n)``, or None where nothing is ever dropped."""
+    cutoff: Tensor | None
+    """``(..., 1)``: what is at or below it is dropped."""
+
+
+def split(eigenvalues: Tensor, eps: float, rtol: float | None) -> Split:
+    """Return which eigenvalues are kept, with their roots; ``rtol=None`` keeps all of them."""
+    if rtol is None:
+        # Below zero is rounding noise of a matrix that should be positive semi-definite: where eps outweighs it, it
+        # counts like everything else, and where it doesn't, it may at most halve eps.
+        return Split(eigenvalues, (eigenvalues.clamp(min=-eps / 2) + eps).sqrt(), None, None)
+    largest = eigenvalues.amax(-1, keepdim=True) if eigenvalues.shape[-1] else eigenvalues
+    cutoff = (rtol * largest).clamp(min=_SMALLEST[eigenvalues.dtype] if eps == 0 else 0.0)
+    kept = eigenvalues > cutoff
+    if eigenvalues.device.type == "cpu" and not torch.compiler.is_compiling() and kept.all():
+        return Split(eigenvalues, (eigenvalues + eps).sqrt(), None, None)  # the same, for less
+    return Split(eigenvalues, torch.where(kept, eigenvalues + eps, 1.0).sqrt(), kept, cutoff)
+
+
+def root_values(parts: Split, power: float) -> Tensor:
+    """Return ``f(l)`` ``(..., n)`` for the root (``power=0.5``) or the inverse root (``power=-0.5``)."""
+    values = parts.roots if power > 0 else parts.roots.reciprocal()
+    return values if parts.kept is None else values * parts.kept
+
+
+def first_differences(parts: Split, power: float) -> Tensor:
+    """Return the exact ``F`` ``(..., n, n)``."""
+    s = parts.roots
+    F = (s.unsqueeze(-1) + s.unsqueeze(-2)).reciprocal_()
+    if power < 0:
+        r = s.reciprocal()
+        F.mul_(r.unsqueeze(-1)).mul_(-r.unsqueeze(-2))
+    if parts.kept is None:
+        return F
+    f = root_values(parts, power)
+    across = _inverse_gaps(parts) * (f.unsqueeze(-1) + f.unsqueeze(-2))  # one of the two is zero
+    return torch.where(_both_kept(parts), F, across)
+
+
+def second_derivative(parts: Split, power: float, G: Tensor, H: Tensor) -> Tensor:
+    """Return the derivative of ``<H, F o G>`` with respect to the matrix, all in the eigenbasis.
+
+    With the second divided differences ``f[i,j,k]`` it is ``W + W^T``, ``W_ik = sum_j f[i,j,k] H_ij G_jk``. They
+    are products of functions of two indices, so the sums over ``j`` are matrix products:
+
+        three kept:        root  -D_ij D_jk D_ik,  inverse root  (r_i r_j + r_j r_k + r_i r_k) D_ij D_jk D_ik
+        i, j kept, k not:  (F_ij - f_j R_jk) R_ik
+        i kept, j, k not:  f_i R_ij R_ik
+
+    where ``D_ij = 1 / (s_i + s_j)``, ``r = 1 / s`` and ``R_ij = 1 / |l_i - l_j|`` between kept and dropped.
+    """
+    s = parts.roots
+    D = (s.unsqueeze(-1) + s.unsqueeze(-2)).reciprocal()
+    if parts.kept is not None:
+        D = D * _both_kept(parts)
+    DG, DH = D * G, D * H
+    if power > 0:
+        W = -D * (DH @ DG)
+    else:
+        r = s.reciprocal()
+        column, row = r.unsqueeze(-1), r.unsqueeze(-2)
+        W = D * (column * ((DH * row) @ DG) + ((DH * row) @ DG) * row + column * (DH @ DG) * row)
+    if parts.kept is not None:
+        f = root_values(parts, power).unsqueeze(-2)
+        F = first_differences(parts, power) * _both_kept(parts)
+        R = _inverse_gaps(parts)
+        crossing = R > 0
+        RG, RH = R * G, R * H
+        inner = _both_kept(parts)
+        W = W + R * ((F * H) @ (crossing * G) - (inner * H * f) @ RG)  # k dropped
+        W = W + R * ((crossing * H) @ (F * G) - (RH * f) @ (inner * G))  # i dropped
+        W = W + F * (RH @ (crossing * G)) - inner * (RH @ RG) * f  # j dropped
+        W = W + f.mT * R * (RH @ G) + (RH * f) @ RG + R * (H @ RG) * f  # only i, only j, only k kept
+    return W + W.mT
+
+
+def _both_kept(parts: Split) -> Tensor:
+    assert parts.kept is not None
+    return parts.kept.unsqueeze(-1) & parts.kept.unsqueeze(-2)
+
+
+def _inverse_gaps(parts: Split) -> Tensor:
+    """Return ``1 / |l_i - l_j|`` between kept and dropped eigenvalues, 0 elsewhere."""
+    assert parts.kept is not None
+    assert parts.cutoff is not None
+    gaps = (parts.eigenvalues.unsqueeze(-1) - parts.eigenvalues.unsqueeze(-2)).abs()
+    crossing = parts.kept.unsqueeze(-1) ^ parts.kept.unsqueeze(-2)
+    return torch.where(crossing, torch.maximum(gaps, parts.cutoff.unsqueeze(-1)), torch.inf).reciprocal()

@@ -1,0 +1,182 @@
+"""The roots by matrix products alone, and the gradient that goes with them.
+
+Neither solver knows the eigenvalues, so neither can drop a null space, and both are as accurate as their number
+of steps allows. The gradient does not unroll the steps: with ``Q = A^(1/2)``, ``dQ`` solves the Lyapunov equation
+``Q dQ + dQ Q = dA``, whose solution is differentiable by another one, and so to every order.
+
+Reference: Song, Sebe, Wang, Fast differentiable matrix square root and inverse square root, TPAMI 2022.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthocond.linalg._decompose import check_finite, count_failure, decompose
+from orthocond.linalg._differences import root_values, split
+from orthocond.linalg._eigen import Context, symmetric
+from orthocond.linalg._precision import at_least_float32, autocast_off, narrow, widest
+
+__all__ = ["PAIRS", "iterative_roots"]
+
+Pair = Callable[..., tuple[Tensor, Tensor]]
+Options = tuple[tuple[str, int | float], ...]
+
+
+def iterative_roots(A: Tensor, solver: str, *, eps: float, **options: float) -> tuple[Tensor, Tensor]:
+    """Return ``(A + eps I)^(1/2)`` and ``(A + eps I)^(-1/2)`` by one of `PAIRS`; a zero matrix has zero roots."""
+    with autocast_off(A.device):
+        B = _shifted(A.to(at_least_float32(A.dtype)), eps)
+        Q, S = _IterativeRoots.apply(B, solver, tuple(options.items()))
+        return narrow(Q, A.dtype), narrow(S, A.dtype)
+
+
+def newton_schulz_pair(B: Tensor, *, iterations: int) -> tuple[Tensor, Tensor]:
+    """Return the root and the inverse root of ``B`` with norm at most 1 by the coupled Newton-Schulz iteration.
+
+    ``Y <- Y (3I - Z Y) / 2``, ``Z <- (3I - Z Y) Z / 2`` from ``Y = B``, ``Z = I``. A small eigenvalue grows by 2.25
+    in each step.
+
+    Reference: Higham, Functions of Matrices, 2008, eq. 6.35.
+    """
+    identity = _identity_like(B)
+    Y, Z = B, identity
+    for _ in range(iterations):
+        T = 1.5 * identity - 0.5 * (Z @ Y)
+        Y, Z = Y @ T, T @ Z
+    return Y, Z
+
+
+def pade_pair(B: Tensor, *, degree: int, iterations: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001  (the backward's)
+    """Return the root and the inverse root of ``B`` with norm at most 1 by a diagonal Pade approximant.
+
+    ``sqrt(1 - z) = 1 - sum_j a_j z / (1 - b_j z)`` with ``a_j = 2 sin^2(t_j) / (2m + 1)``, ``b_j = cos^2(t_j)``,
+    ``t_j = j pi / (2m + 1)``, at ``z = I - B``. For an eigenvalue ``x`` of ``B`` its relative error is
+    ``2 t / (1 + t)`` up to sign, with ``t = ((1 - sqrt x) / (1 + sqrt x))^(2m + 1)``.
+
+    Reference: Higham, Functions of Matrices, 2008, section 6.7; the approximant in a network: Song, Sebe, Wang 2022.
+    """
+    identity = _identity_like(B)
+    Z = identity - B
+    Y = identity.clone()
+    for j in range(1, degree + 1):
+        angle = j * math.pi / (2 * degree + 1)
+        a, b = 2 * math.sin(angle) ** 2 / (2 * degree + 1), math.cos(angle) ** 2
+        Y = Y - a * torch.linalg.solve(identity - b * Z, Z)
+    Y = symmetric(Y)
+    return Y, torch.linalg.inv(Y)
+
+
+PAIRS: Mapping[str, Pair] = {"newton_schulz": newton_schulz_pair, "pade": pade_pair}
+"""By name of the solver: from matrices of norm at most 1 to both roots."""
+
+
+class _IterativeRoots(torch.autograd.Function):
+    """``B -> B^(1/2), B^(-1/2)``, scaled to norm 1 inside."""
+
+    @staticmethod
+    def forward(B: Tensor, solver: str, options: Options) -> tuple[Tensor, Tensor]:
+        norm = _norm(B)
+        nonzero = norm > 0
+        norm = torch.where(nonzero, norm, 1.0)
+        Y, Z = PAIRS[solver](B / norm, **dict(options))
+        Q, S = Y * (nonzero * norm.sqrt()), Z * (nonzero * norm.rsqrt())
+        if B.is_meta or torch.compiler.is_compiling():
+            return Q, S
+        # The root of a matrix of norm 1 has the norm n^(1/4) at most; a comparison with NaN is false.
+        converged = torch.linalg.matrix_norm(Y) <= 1.1 * B.shape[-1] ** 0.25
+        return (Q, S) if converged.all() else _rescued(B, Q, S, ~converged, solver)
+
+    @staticmethod
+    def setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.iterations = dict(inputs[2])["iterations"]
+        ctx.save_for_backward(*output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Context, GQ: Tensor | None, GS: Tensor | None) -> tuple[Tensor | None, None, None]:
+        Q, S = ctx.saved_tensors
+        with autocast_off(Q.device):
+            G: Tensor | None = None if GQ is None else (GQ + GQ.mT) / 2
+            if GS is not None:
+                through_inverse = S @ ((GS + GS.mT) / 2) @ S
+                G = -through_inverse if G is None else G - through_inverse
+            return (None if G is None else _Lyapunov.apply(Q, G, ctx.iterations)), None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], B: Tensor, *options: Any
+    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        assert in_dims[0] is not None
+        return _IterativeRoots.apply(B.movedim(in_dims[0], 0), *options), (0, 0)
+
+
+class _Lyapunov(torch.autograd.Function):
+    """``(Q, G) -> X`` with ``Q X + X Q = G``, by the Newton-Schulz iteration for the sign of a block matrix."""
+
+    @staticmethod
+    def forward(Q: Tensor, G: Tensor, iterations: int) -> Tensor:
+        norm = _norm(Q)
+        norm = torch.where(norm > 0, norm, 1.0)
+        B, C = Q / norm, G / norm
+        for _ in range(iterations):
+            squared = B @ B
+            C = 0.5 * (B @ C @ B - squared @ C - C @ squared) + 1.5 * C
+            B = 1.5 * B - 0.5 * (squared @ B)
+        return C / 2
+
+    @staticmethod
+    def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
+        Q, _, ctx.iterations = inputs
+        ctx.save_for_backward(Q, output)
+
+    @staticmethod
+    def backward(ctx: Context, H: Tensor) -> tuple[Tensor, Tensor, None]:
+        Q, X = ctx.saved_tensors
+        with autocast_off(Q.device):
+            Y = _Lyapunov.apply(Q, H, ctx.iterations)
+            return -(Y @ X.mT + X.mT @ Y), Y, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], Q: Tensor, G: Tensor, iterations: int) -> tuple[Tensor, int]:
+        Q, G = (
+            X.expand(info.batch_size, *X.shape) if dim is None else X.movedim(dim, 0)
+            for X, dim in zip((Q, G), in_dims, strict=False)
+        )
+        return _Lyapunov.apply(Q, G, iterations), 0
+
+
+def _rescued(B: Tensor, Q: Tensor, S: Tensor, diverged: Tensor, solver: str) -> tuple[Tensor, Tensor]:
+    """Return the roots with those that diverged replaced by the ones from eigenvalues, and count them.
+
+    An eigenvalue far enough below zero, as rounding in a half type can make one, lets the iteration diverge.
+    """
+    check_finite(B)
+    eigenvalues, U = decompose(B.to(widest(B)), "eigh")
+    parts = split(eigenvalues, 0.0, B.shape[-1] * torch.finfo(B.dtype).eps)
+    by_eigh = ((U * root_values(parts, power).unsqueeze(-2)) @ U.mT for power in (0.5, -0.5))
+    count_failure(solver, int(diverged.sum()))
+    chosen = diverged.unsqueeze(-1).unsqueeze(-1)
+    Q, S = (torch.where(chosen, narrow(rescue, B.dtype), root) for rescue, root in zip(by_eigh, (Q, S), strict=True))
+    return Q, S
+
+
+def _shifted(A: Tensor, eps: float) -> Tensor:
+    B = (A + A.mT) / 2
+    return B + eps * _identity_like(B) if eps else B
+
+
+def _identity_like(B: Tensor) -> Tensor:
+    return torch.eye(B.shape[-1], dtype=B.dtype, device=B.device).expand_as(B)
+
+
+def _norm(B: Tensor) -> Tensor:
+    """Return the Frobenius norm of each matrix, ``(..., 1, 1)``, without overflow on the way."""
+    if not B.numel():
+        return B.new_ones((*B.shape[:-2], 1, 1))
+    largest = B.abs().amax((-2, -1), keepdim=True)
+    scaled = B / torch.where(largest > 0, largest, 1.0)
+    norm: Tensor = largest * torch.linalg.matrix_norm(scaled, keepdim=True)
+    return norm

@@ -1,0 +1,89 @@
+"""The eigenvalues of a covariance and what they say about its conditioning."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from orthocond.errors import check_nonnegative, check_square
+from orthocond.linalg._decompose import decompose
+from orthocond.linalg._eigen import symmetric
+from orthocond.linalg._precision import widest
+from orthocond.linalg._roots import default_rtol
+
+__all__ = ["Spectrum", "spectrum", "spectrum_of"]
+
+
+class Spectrum(NamedTuple):
+    """Eigenvalues, rank and condition numbers of symmetric positive semi-definite matrices."""
+
+    eigenvalues: Tensor
+    """``(..., n)``, descending."""
+    rank: Tensor
+    """``(...)``: how many eigenvalues are above ``rtol`` times the largest."""
+    cond: Tensor
+    """``(...)``: the largest over the smallest, both as absolute values; infinite for a singular matrix."""
+    cond_support: Tensor
+    """``(...)``: the largest over the smallest of those that count towards the rank; 1 for a zero matrix."""
+    cond_eps: Tensor
+    """``(...)``: the condition number of ``A + eps I``."""
+
+
+def spectrum(A: Tensor, *, eps: float = 0.0, rtol: float | None = None) -> Spectrum:
+    r"""Return the eigenvalues, the rank and three condition numbers of symmetric matrices.
+
+    .. math:: \kappa(A) = \sigma_{max}(A) / \sigma_{min}(A)
+
+    is the paper's measure (eq. 1). For a singular covariance its denominator is rounding noise, so it says how the
+    noise fell; ``cond_support`` and ``cond_eps`` are what a layer that drops the null space, or adds ``eps``, meets.
+
+    *Gradient:* none; the result is for looking at.
+
+    Args:
+        A: matrices ``(..., n, n)``; the symmetric part counts.
+        eps: for ``cond_eps`` alone.
+        rtol: for ``rank`` and ``cond_support``; ``None`` means ``n * finfo(A.dtype).eps``, whatever ``eps`` is.
+
+    Returns:
+        A named tuple ``(eigenvalues, rank, cond, cond_support, cond_eps)``.
+
+    Raises:
+        ArgumentError, DtypeError, NonFiniteError, SolverError: as in `matrix_sqrth`.
+
+    Example:
+        >>> s = spectrum(torch.diag(torch.tensor([4.0, 1.0, 0.0])), eps=1.0)
+        >>> s.rank.item(), s.cond.item(), s.cond_support.item(), s.cond_eps.item()
+        (2, inf, 4.0, 5.0)
+    """
+    check_square(A, "spectrum")
+    check_nonnegative(eps, "eps", "spectrum")
+    if rtol is not None:
+        check_nonnegative(rtol, "rtol", "spectrum")
+    eigenvalues, _ = decompose(symmetric(A.detach().to(widest(A))), "eigh")
+    found = spectrum_of(eigenvalues, eps=eps, rtol=default_rtol(A, rtol))
+    return Spectrum(*(part.to(A.dtype) if part.is_floating_point() else part for part in found))
+
+
+def spectrum_of(eigenvalues: Tensor, *, eps: float, rtol: float) -> Spectrum:
+    """Return the same from eigenvalues ``(..., n)`` that are already known, in any order."""
+    l = eigenvalues.sort(-1, descending=True).values
+    if l.shape[-1] == 0:
+        one = l.new_ones(l.shape[:-1])
+        return Spectrum(l, torch.zeros_like(one, dtype=torch.long), one, one, one)
+    largest = l[..., 0].clamp(min=0)
+    kept = l > rtol * largest.unsqueeze(-1)
+    smallest_kept = torch.where(kept, l, torch.inf).amin(-1)
+    rank = kept.sum(-1)
+    size = l.abs()
+    shifted = l.clamp(min=-eps / 2) + eps
+    return Spectrum(
+        l,
+        rank,
+        _ratio(size.amax(-1), size.amin(-1)),
+        torch.where(rank > 0, largest / smallest_kept, 1.0),
+        _ratio(shifted.amax(-1), shifted.amin(-1)),
+    )
+
+
+def _ratio(largest: Tensor, smallest: Tensor) -> Tensor:
+    return torch.where(smallest > 0, largest / smallest, torch.inf)

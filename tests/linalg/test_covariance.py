@@ -1,0 +1,59 @@
+"""The covariance of eq. 2."""
+
+import numpy as np
+import pytest
+import torch
+
+from orthocond.errors import ArgumentError, DtypeError
+from orthocond.linalg import covariance
+
+from cases import noise
+
+
+def test_it_is_numpys_biased_covariance():
+    X = noise(5, 40, dtype=torch.float64)
+    assert np.allclose(covariance(X), np.cov(X.numpy(), bias=True))
+    assert torch.allclose(covariance(X.T, dim=0), covariance(X))
+
+
+def test_it_is_x_j_xt():
+    X = noise(2, 3, 4, 10, dtype=torch.float64)
+    J = (torch.eye(10) - 1 / 10).double() / 10
+    assert torch.allclose(covariance(X), X @ J @ X.mT)
+    assert torch.allclose(covariance(X, dim=-2), X.mT @ ((torch.eye(4) - 1 / 4).double() / 4) @ X)
+
+
+def test_any_dimension_may_hold_the_samples():
+    X = noise(20, 3, 4)
+    assert torch.allclose(covariance(X, dim=0)[1], covariance(X[:, 1], dim=0), atol=1e-6)
+
+
+def test_a_large_mean_costs_no_accuracy():
+    X = noise(4, 1000)
+    shifted = covariance(X + 1000)
+    assert torch.allclose(shifted, covariance(X), atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_and_autocast_are_summed_in_float32(dtype):
+    X = noise(4, 1000).to(dtype)
+    truth = covariance(X.double())
+    assert covariance(X).dtype == dtype
+    assert torch.allclose(covariance(X).double(), truth, atol=2 * torch.finfo(dtype).eps)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.allclose(covariance(X.float()).double(), truth, atol=1e-5)
+
+
+def test_gradient():
+    assert torch.autograd.gradcheck(covariance, noise(2, 3, 5, dtype=torch.float64).requires_grad_())
+
+
+def test_bad_input():
+    with pytest.raises(ArgumentError, match=r"got \(3,\)"):
+        covariance(torch.ones(3))
+    with pytest.raises(ArgumentError, match="dim=2"):
+        covariance(torch.ones(3, 3), dim=2)
+    with pytest.raises(ArgumentError, match="at least one sample"):
+        covariance(torch.ones(3, 0))
+    with pytest.raises(DtypeError):
+        covariance(torch.ones(3, 3, dtype=torch.int))

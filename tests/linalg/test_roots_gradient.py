@@ -1,0 +1,169 @@
+"""Gradients of the roots: against the oracle, by gradcheck, at ties, and of second order."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from orthocond.linalg import GRADIENTS, SOLVERS, matrix_inv_sqrth, matrix_sqrth, matrix_sqrth_pair
+
+from cases import BATCHES, SPECTRA, matrices, noise, rotation
+from oracle import relative_error, root_gradient
+
+EPS = 1e-5
+ROOTS = {0.5: matrix_sqrth, -0.5: matrix_inv_sqrth}
+EIGEN = [name for name, solver in SOLVERS.items() if solver.has_eigenvalues]
+CONVERGED = {"newton_schulz": "newton_schulz(iterations=40)", "pade": "pade(degree=60, iterations=40)"}
+POINTS = {
+    "random": matrices("spread 1e2", 5, (2,), torch.float64),
+    "ties": matrices("repeated", 5, (), torch.float64),
+    "identity": torch.eye(4, dtype=torch.float64),
+    "1x1": torch.full((1, 1), 3.0, dtype=torch.float64),
+}
+
+
+def gradient_of(function, A, G):
+    A = A.clone().requires_grad_()
+    return torch.autograd.grad(function(A), A, G)[0]
+
+
+def symmetrised(function):
+    return lambda X: function((X + X.mT) / 2)
+
+
+@pytest.mark.parametrize("solver", EIGEN)
+@pytest.mark.parametrize("power", ROOTS)
+@pytest.mark.parametrize("batch", BATCHES[:3], ids=str)
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_gradient_agrees_with_the_oracle(spectrum, batch, power, solver):
+    A = matrices(spectrum, 64, batch)
+    G = noise(*A.shape)
+    found = gradient_of(lambda A: ROOTS[power](A, solver=solver, eps=EPS), A, G)
+    assert found.isfinite().all()
+    assert relative_error(found, root_gradient(A, G, power, eps=EPS)) < 1e-5
+
+
+def test_gradient_of_a_large_batch_agrees_with_the_oracle():
+    A, G = matrices("spread 1e6", 16, (64,)), noise(64, 16, 16)
+    found = gradient_of(lambda A: matrix_inv_sqrth(A, eps=EPS), A, G)
+    assert relative_error(found, root_gradient(A, G, -0.5, eps=EPS)) < 1e-5
+
+
+def test_of_the_test_autograd_through_eigh_is_not_finite_at_ties():
+    def by_autograd(A):
+        l, U = torch.linalg.eigh(A)
+        return (U * l.sqrt().unsqueeze(-2)) @ U.mT
+
+    A, G = matrices("identity", 8), noise(8, 8)
+    assert not gradient_of(by_autograd, A, G).isfinite().all()
+    assert torch.allclose(gradient_of(matrix_sqrth, A, G), (G + G.mT) / 4, atol=1e-6)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("root", [matrix_sqrth, matrix_inv_sqrth, matrix_sqrth_pair])
+@pytest.mark.parametrize("point", POINTS)
+def test_gradcheck_of_both_orders(point, root, solver):
+    A = POINTS[point].clone().requires_grad_()
+    function = symmetrised(lambda A: root(A, solver=CONVERGED.get(solver, solver)))
+    assert gradcheck(function, A)
+    assert gradgradcheck(function, A)
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+@pytest.mark.parametrize("root", [matrix_sqrth, matrix_inv_sqrth, matrix_sqrth_pair])
+def test_gradcheck_between_kept_and_dropped(root, eps):
+    l = torch.tensor([1.0, 1.0, 0.5, 0.3, 1e-2, 1e-2, 2e-3], dtype=torch.float64)  # ties on both sides of the cut
+    U = rotation(7)
+    A = ((U * l) @ U.mT).requires_grad_()
+    function = symmetrised(lambda A: root(A, eps=eps, rtol=0.1))
+    assert gradcheck(function, A)
+    assert gradgradcheck(function, A)
+
+
+@pytest.mark.parametrize("root", [matrix_sqrth, matrix_inv_sqrth])
+def test_gradcheck_of_a_rank_deficient_covariance(root):
+    X = noise(6, 3, dtype=torch.float64).requires_grad_()
+    function = lambda X: root(X @ X.mT)
+    assert gradcheck(function, X)
+    assert gradgradcheck(function, X)
+
+
+def test_gradient_stays_bounded_where_an_eigenvalue_crosses_the_cut():
+    A = torch.diag(torch.tensor([1.0, 0.1 + 1e-12, 0.1 - 1e-12], dtype=torch.float64))
+    found = gradient_of(lambda A: matrix_inv_sqrth(A, rtol=0.1), A, noise(3, 3, dtype=torch.float64))
+    assert found.abs().max() < 100
+
+
+def test_null_directions_have_no_gradient():
+    A = torch.diag(torch.tensor([1.0, 0.0, 0.0]))
+    for root in ROOTS.values():
+        found = gradient_of(root, A, noise(3, 3))
+        assert not found[1:, 1:].any()
+        assert found[0].all()
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_each_gradient_is_independent_of_its_batch(solver):
+    A, G = matrices("spread 1e2", 8, (5,)), noise(5, 8, 8)
+    A[2] *= 1e4
+    function = lambda A: matrix_inv_sqrth(A, solver=solver)
+    alone = torch.stack([gradient_of(function, a, g) for a, g in zip(A, G, strict=True)])
+    assert relative_error(gradient_of(function, A, G), alone.double()) < 1e-5
+
+
+@pytest.mark.parametrize("rule", GRADIENTS)
+def test_rules_agree_where_eigenvalues_are_far_apart(rule):
+    A, G = matrices("spread 1e12", 4, (2,), torch.float64), noise(2, 4, 4, dtype=torch.float64)
+    for root in ROOTS.values():
+        exact = gradient_of(lambda A: root(A, eps=1e-13), A, G)
+        found = gradient_of(lambda A: root(A, eps=1e-13, gradient="clip(bound=1e12)" if rule == "clip" else rule), A, G)
+        assert relative_error(found, exact) < 1e-8
+
+
+@pytest.mark.parametrize("rule", GRADIENTS)
+def test_rules_are_as_bounded_at_ties_as_they_declare(rule):
+    found = gradient_of(lambda A: matrix_sqrth(A, gradient=rule), matrices("identity", 5), noise(5, 5))
+    assert bool(found.isfinite().all()) == GRADIENTS[rule].bounded
+
+
+def test_taylor_approaches_the_exact_gradient_with_its_degree():
+    A, G = matrices("spread 1e2", 6, (), torch.float64), noise(6, 6, dtype=torch.float64)
+    exact = gradient_of(matrix_sqrth, A, G)
+    errors = [
+        relative_error(gradient_of(lambda A: matrix_sqrth(A, gradient=f"taylor(degree={d})"), A, G), exact)
+        for d in (2, 9, 50)
+    ]
+    assert errors[0] > 10 * errors[1] > 1000 * errors[2]
+
+
+def test_only_the_exact_rule_is_differentiable_again():
+    A = matrices("spread 1e2", 4).requires_grad_()
+    (grad,) = torch.autograd.grad(matrix_sqrth(A, gradient="taylor").sum(), A, create_graph=True)
+    with pytest.raises(RuntimeError, match="use gradient='exact'"):
+        grad.sum().backward()
+
+
+def test_the_third_derivative_says_that_it_is_missing():
+    A = matrices("spread 1e2", 4).requires_grad_()
+    grad = A
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(
+            matrix_sqrth(A).square().sum() if grad is A else grad.square().sum(), A, create_graph=True
+        )
+    with pytest.raises(RuntimeError, match="twice, not three times"):
+        grad.sum().backward()
+
+
+def test_iterative_solvers_are_differentiable_to_every_order():
+    x = torch.tensor([[2.0]], dtype=torch.float64, requires_grad=True)
+    y = matrix_sqrth(x, solver="newton_schulz")
+    for _ in range(3):
+        (y,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert y.item() == pytest.approx(3 / 8 * 2**-2.5)
+
+
+def test_one_of_two_roots_may_go_unused():
+    A, G = matrices("spread 1e2", 5), noise(5, 5)
+    for solver in SOLVERS:
+        for index, root in enumerate(ROOTS.values()):
+            pair = gradient_of(lambda A: matrix_sqrth_pair(A, solver=solver)[index], A, G)
+            assert relative_error(pair, gradient_of(lambda A: root(A, solver=solver), A, G).double()) < 1e-6

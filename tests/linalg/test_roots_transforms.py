@@ -1,0 +1,89 @@
+"""The roots under vmap, torch.func, torch.compile and autocast."""
+
+import pytest
+import torch
+
+from orthocond.linalg import (
+    POLAR_SOLVERS,
+    SOLVERS,
+    matrix_inv_sqrth,
+    matrix_sqrth,
+    matrix_sqrth_pair,
+    nearest_orthogonal,
+)
+
+from cases import matrices, noise
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_vmap(solver):
+    A = matrices("spread 1e2", 6, (4, 3))
+    function = lambda A: matrix_sqrth_pair(A, solver=solver)
+    for mapped, direct in zip(torch.vmap(function, in_dims=1, out_dims=1)(A), function(A), strict=True):
+        assert torch.allclose(mapped, direct, atol=1e-6)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_per_sample_gradients(solver):
+    A, G = matrices("spread 1e2", 6, (4,)), noise(4, 6, 6)
+    loss = lambda A, G: (G * matrix_inv_sqrth(A, solver=solver)).sum()
+    mapped = torch.vmap(torch.func.grad(loss))(A, G)
+    leaf = A.clone().requires_grad_()
+    loss(leaf, G).backward()
+    assert torch.allclose(mapped, leaf.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_jacobian_and_hessian_by_vmap():
+    A = matrices("repeated", 3, (), torch.float64)
+    jacobian = torch.func.jacrev(matrix_sqrth)(A)
+    expected = torch.autograd.functional.jacobian(matrix_sqrth, A)
+    assert torch.allclose(jacobian, expected)
+    loss = lambda A: matrix_sqrth(A).pow(3).sum()
+    hessian = torch.func.jacrev(torch.func.grad(loss))(A)
+    assert torch.allclose(hessian, torch.autograd.functional.hessian(loss, A))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("rtol", [None, 1e-3])
+def test_compile_without_a_graph_break(solver, rtol):
+    if rtol and not SOLVERS[solver].has_eigenvalues:
+        pytest.skip("this solver has no eigenvalues to drop")
+    function = lambda A: 2 * matrix_inv_sqrth(A + 1, solver=solver, eps=1e-2 * (rtol is None), rtol=rtol) + 1
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    A, G = matrices("spread 1e2", 5, (2,)), noise(2, 5, 5)
+    results = []
+    for each in (function, compiled):
+        leaf = A.clone().requires_grad_()
+        value = each(leaf)
+        results.append((value, torch.autograd.grad(value, leaf, G)[0]))
+    for direct, traced in zip(*results, strict=True):
+        assert torch.allclose(direct, traced, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", POLAR_SOLVERS)
+def test_compile_and_vmap_of_the_polar_factor(solver):
+    A = noise(3, 4, 6)
+    function = lambda A: nearest_orthogonal(A, solver=solver)
+    compiled = torch.compile(lambda A: function(A) + 1, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(A), function(A) + 1, atol=1e-6)
+    assert torch.allclose(torch.vmap(function)(A), function(A), atol=1e-6)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_autocast_does_not_lower_the_precision(solver):
+    A, G = matrices("spread 1e2", 16, (2,)), noise(2, 16, 16)
+    results = []
+    for enabled in (False, True):
+        leaf = A.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            value = matrix_sqrth(leaf, solver=solver)
+            value.backward(G)
+        assert value.dtype == torch.float32
+        results.append((value, leaf.grad))
+    for plain, cast in zip(*results, strict=True):
+        assert torch.equal(plain, cast)
+
+
+def test_meta_tensors_have_shapes():
+    assert matrix_sqrth(torch.empty(3, 4, 4, device="meta")).shape == (3, 4, 4)
+    assert nearest_orthogonal(torch.empty(3, 4, 5, device="meta")).shape == (3, 4, 5)
