@@ -8,12 +8,15 @@ the remedy.
 import difflib
 import math
 from collections.abc import Iterable
+from typing import SupportsFloat
 
+import torch
 from torch import Tensor
 
 __all__ = [
     "ArgumentError",
     "DtypeError",
+    "GradientError",
     "NonFiniteError",
     "OrthocondError",
     "OrthocondWarning",
@@ -40,6 +43,10 @@ class DtypeError(OrthocondError, TypeError):
 
 class NonFiniteError(OrthocondError, ValueError):
     """A matrix that has to be decomposed holds NaN or infinity."""
+
+
+class GradientError(OrthocondError, RuntimeError):
+    """A derivative was asked for that doesn't exist."""
 
 
 class SolverError(OrthocondError, RuntimeError):
@@ -77,8 +84,12 @@ def check_square(A: Tensor, caller: str) -> None:
 
 def check_nonnegative(value: float, name: str, caller: str) -> None:
     """Raise unless ``value`` is a finite number that is not negative."""
-    if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
-        raise ArgumentError(f"{caller} expected a finite {name} >= 0, got {name}={value!r}; pass e.g. {name}=1e-5.")
+    if torch.compiler.is_compiling():  # the value may be symbolic there
+        return
+    if not (isinstance(value, SupportsFloat) and 0 <= float(value) < math.inf):
+        raise ArgumentError(
+            f"{caller} expected a finite number {name} >= 0, got {name}={value!r}; pass e.g. {name}=1e-5."
+        )
 
 
 def check_choice(value: object, choices: Iterable[str], name: str, caller: str) -> None:

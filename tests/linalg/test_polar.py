@@ -100,6 +100,25 @@ def test_each_matrix_is_independent_of_its_batch():
     assert torch.allclose(nearest_orthogonal(A), torch.stack([nearest_orthogonal(a) for a in A]), atol=1e-6)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_small_singular_value_of_float64_is_not_lost(seed):
+    U, V = rotation(4, seed=seed), rotation(6, seed=seed + 1)[:, :4]
+    A = (U * torch.tensor([1.0, 0.5, 0.1, 1e-9], dtype=torch.float64)) @ V.mT
+    assert torch.linalg.svdvals(nearest_orthogonal(A)).tolist() == pytest.approx([1] * 4, abs=1e-6)
+
+
+@pytest.mark.parametrize("solver", POLAR_SOLVERS)
+@pytest.mark.parametrize(
+    ("scale", "dtype"), [(1e-200, torch.float64), (1e200, torch.float64), (1e-38, torch.float32), (1e-3, torch.float16)]
+)
+def test_extreme_scales(solver, scale, dtype):
+    A = (scale * noise(3, 5, dtype=torch.float64)).to(dtype).requires_grad_()
+    R = nearest_orthogonal(A, solver=solver)
+    assert relative_error(R @ R.mT, torch.eye(3).double()) < max(1e-5, 10 * torch.finfo(dtype).eps)
+    R.backward(100 * torch.ones_like(R))
+    assert A.grad.isfinite().all()
+
+
 def test_scale_does_not_matter():
     A = noise(4, 6)
     for scale in (1e-30, 1e30):

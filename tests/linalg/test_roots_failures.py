@@ -2,6 +2,7 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -55,8 +56,8 @@ def test_a_batch_that_fails_is_solved_one_by_one(monkeypatch):
     assert failures() == {"eigh": 0, "svd": 0}
 
 
-@pytest.mark.parametrize(("times", "expected"), [(1, 0), (2, 1)])
-def test_jitter_is_the_first_retry_in_float64(monkeypatch, times, expected):
+@pytest.mark.parametrize(("times", "expected"), [(1, 1), (2, 2)])
+def test_jitter_and_svd_are_the_retries_in_float64(monkeypatch, times, expected):
     A = matrices("spread 1e2", 6)
     monkeypatch.setattr(torch.linalg, "eigh", failing(torch.linalg.eigh, times=times))
     assert relative_error(matrix_sqrth(A), root(A, 0.5)) < 1e-6
@@ -64,12 +65,13 @@ def test_jitter_is_the_first_retry_in_float64(monkeypatch, times, expected):
 
 
 def test_float64_is_the_first_retry_where_it_was_float32(monkeypatch):
-    monkeypatch.setattr("orthocond.linalg._eigen.widest", lambda A: torch.float32)
+    from orthocond.linalg._decompose import decompose
+
     A = matrices("spread 1e2", 6)
-    monkeypatch.setattr(
-        torch.linalg, "eigh", failing(torch.linalg.eigh, times=9, only=lambda A: A.dtype == torch.float32)
-    )
-    assert relative_error(matrix_sqrth(A), root(A, 0.5)) < 1e-6
+    expected = torch.linalg.eigvalsh(A.double())
+    stubborn = failing(torch.linalg.eigh, times=9, only=lambda A: A.dtype == torch.float32)
+    monkeypatch.setattr(torch.linalg, "eigh", stubborn)
+    assert torch.allclose(decompose(A, "eigh")[0].double(), expected, atol=1e-6)
     assert failures() == {"eigh": 1, "svd": 0}
 
 
@@ -119,6 +121,14 @@ def test_iterative_solvers_meet_non_finite_input_too(solver):
         matrix_sqrth(torch.full((3, 3), float("nan")), solver=solver)
 
 
+def test_one_svd_that_fails_leaves_its_neighbours_alone(monkeypatch):
+    A = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = nearest_orthogonal(A, solver="svd")
+    monkeypatch.setattr(torch.linalg, "svd", failing(torch.linalg.svd, times=1, only=lambda A: A.ndim == 3))
+    assert torch.equal(nearest_orthogonal(A, solver="svd"), expected)
+    assert failures()["svd"] == 0
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("function", [matrix_sqrth, matrix_inv_sqrth, matrix_sqrth_pair, nearest_orthogonal, spectrum])
 def test_non_finite_input_names_the_matrix(function, value):
@@ -145,7 +155,7 @@ def test_huge_finite_input_is_not_mistaken_for_infinity():
         (torch.ones(3), {}, ArgumentError, r"got \(3,\)"),
         (torch.ones(2, 2, dtype=torch.long), {}, DtypeError, "torch.int64; convert it"),
         (torch.ones(2, 2, dtype=torch.complex64), {}, DtypeError, "torch.complex64"),
-        (torch.eye(2), {"eps": -1.0}, ArgumentError, "finite eps >= 0, got eps=-1.0"),
+        (torch.eye(2), {"eps": -1.0}, ArgumentError, "finite number eps >= 0, got eps=-1.0"),
         (torch.eye(2), {"eps": float("nan")}, ArgumentError, "eps=nan"),
         (torch.eye(2), {"rtol": -1e-3}, ArgumentError, "rtol=-0.001"),
         (
@@ -161,7 +171,7 @@ def test_huge_finite_input_is_not_mistaken_for_infinity():
             torch.eye(2),
             {"solver": "newton_schulz(iterations=many)"},
             ArgumentError,
-            "iterations takes a number > 0",
+            "iterations takes a whole number > 0",
         ),
         (
             torch.eye(2),
@@ -170,6 +180,8 @@ def test_huge_finite_input_is_not_mistaken_for_infinity():
             "no eigenvalues to drop; use solver='eigh'",
         ),
         (torch.eye(2), {"solver": "pade", "gradient": "naive"}, ArgumentError, "a gradient of its own"),
+        (torch.eye(2), {"gradient": "clip(bound=nan)"}, ArgumentError, "bound takes a number > 0"),
+        (torch.eye(2), {"gradient": "taylor(degree=9"}, ArgumentError, "closing parenthesis"),
         (torch.eye(2), {"solver": None}, ArgumentError, "unknown solver None"),
     ],
 )
@@ -180,6 +192,17 @@ def test_bad_input_is_told_with_the_remedy(function, arguments, options, error, 
     assert isinstance(caught.value, OrthocondError)
     assert function.__name__ in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_threads_of_the_user_start_with_the_users_setting():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        matrix_sqrth(torch.eye(8).repeat(32, 1, 1))
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(torch.get_num_threads).result() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

@@ -167,6 +167,15 @@ def test_what_the_dtype_cannot_hold_saturates():
     assert A.grad.item() == -torch.finfo(torch.float32).max
 
 
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(("scale", "dtype"), [(1e-4, torch.float16), (1e-30, torch.float32), (1e-30, torch.bfloat16)])
+def test_gradients_too_large_for_the_dtype_saturate(solver, scale, dtype):
+    A = (scale * torch.eye(3)).to(dtype).requires_grad_()
+    matrix_inv_sqrth(A, solver=solver).sum().backward()
+    assert A.grad.isfinite().all()
+    assert A.grad.abs().max() > 1e4
+
+
 def test_a_large_batch_is_split_over_threads_without_a_trace():
     A = matrices("spread 1e2", 16, (64,))
     threads = torch.get_num_threads()

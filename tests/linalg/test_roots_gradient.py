@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from orthocond.linalg import GRADIENTS, SOLVERS, matrix_inv_sqrth, matrix_sqrth, matrix_sqrth_pair
+from orthocond.linalg import GRADIENTS, SOLVERS, covariance, matrix_inv_sqrth, matrix_sqrth, matrix_sqrth_pair
 
 from cases import BATCHES, SPECTRA, matrices, noise, rotation
 from oracle import relative_error, root_gradient
@@ -133,6 +133,17 @@ def test_taylor_approaches_the_exact_gradient_with_its_degree():
         for d in (2, 9, 50)
     ]
     assert errors[0] > 10 * errors[1] > 1000 * errors[2]
+
+
+def test_taylor_stays_bounded_on_a_rank_deficient_covariance():
+    P = covariance(30 * noise(64, 27) @ noise(27, 1000, seed=2))
+    found = gradient_of(lambda P: matrix_sqrth(P, eps=1e-5, gradient="taylor"), P, matrix_sqrth(P, eps=1e-5))
+    assert found.abs().max() < 2
+
+
+@pytest.mark.parametrize("solver", ["newton_schulz", "pade"])
+def test_iterative_solvers_give_null_matrices_no_gradient(solver):
+    assert not gradient_of(lambda A: matrix_sqrth(A, solver=solver), torch.zeros(3, 3), torch.ones(3, 3)).any()
 
 
 def test_only_the_exact_rule_is_differentiable_again():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from orthocond.errors import NonFiniteError
 from orthocond.linalg import (
     POLAR_SOLVERS,
     SOLVERS,
@@ -58,6 +59,26 @@ def test_compile_without_a_graph_break(solver, rtol):
         results.append((value, torch.autograd.grad(value, leaf, G)[0]))
     for direct, traced in zip(*results, strict=True):
         assert torch.allclose(direct, traced, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_compile_of_the_pair_with_changing_eps(solver):
+    compiled = torch.compile(
+        lambda A, eps: torch.cat(matrix_sqrth_pair(A, solver=solver, eps=eps)), fullgraph=True, backend="aot_eager"
+    )
+    A = matrices("spread 1e2", 4)
+    for eps in (0.1, 0.2, 0.3):
+        leaf, copy = A.clone().requires_grad_(), A.clone().requires_grad_()
+        compiled(leaf, eps).sum().backward()
+        torch.cat(matrix_sqrth_pair(copy, solver=solver, eps=eps)).sum().backward()
+        assert torch.allclose(leaf.grad, copy.grad, rtol=1e-4)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_compiled_code_meets_non_finite_input_too(solver):
+    compiled = torch.compile(lambda A: matrix_sqrth(A, solver=solver), fullgraph=True, backend="aot_eager")
+    with pytest.raises(NonFiniteError):
+        compiled(torch.full((3, 3), float("nan")))
 
 
 @pytest.mark.parametrize("solver", POLAR_SOLVERS)

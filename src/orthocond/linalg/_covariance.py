@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from orthocond.errors import ArgumentError, check_matrix
-from orthocond.linalg._precision import at_least_float32, autocast_off, narrow
+from orthocond.linalg._precision import autocast_off, lift
 
 __all__ = ["covariance"]
 
@@ -44,6 +44,6 @@ def covariance(X: Tensor, *, dim: int = -1) -> Tensor:
     if num_samples == 0:
         raise ArgumentError(f"covariance expected at least one sample, got {tuple(X.shape)} with dim={dim}.")
     with autocast_off(X.device):
-        samples = X.movedim(dim, -1).to(at_least_float32(X.dtype))
+        samples = lift(X.movedim(dim, -1))
         centred = samples - samples.mean(-1, keepdim=True)
-        return narrow(centred @ (centred / num_samples).mT, X.dtype)
+        return (centred @ centred.mT / num_samples).to(X.dtype)

@@ -15,7 +15,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # documented
 
 from orthocond.errors import NonFiniteError, SolverError
 from orthocond.linalg._parallel import over_batch
-from orthocond.linalg._precision import has_float64
+from orthocond.linalg._precision import widen
 
 __all__ = ["DECOMPOSITIONS", "check_finite", "count_failure", "decompose", "solver_failures", "svd"]
 
@@ -67,13 +67,15 @@ def _decompose(A: Tensor, method: str) -> tuple[Tensor, Tensor]:
     if A.is_meta:
         return DECOMPOSITIONS[method](A)
     check_finite(A)
+    if A.device.type == "mps":  # it has neither the decomposition nor float64
+        eigenvalues, eigenvectors = _decompose(widen(A), method)
+        return eigenvalues.to(A), eigenvectors.to(A)
     try:
         return over_batch(DECOMPOSITIONS[method], A)
     except LinAlgError:
         pass
-    alone = (
-        [_decompose_one(matrix, method) for matrix in A.flatten(0, -3)] if A.ndim > 2 else [_decompose_one(A, method)]
-    )
+    matrices = A.reshape(-1, *A.shape[-2:])
+    alone = [_decompose_one(matrix, method, again=len(matrices) > 1) for matrix in matrices]
     eigenvalues = torch.stack([values for values, _ in alone]).reshape(A.shape[:-1])
     return eigenvalues, torch.stack([vectors for _, vectors in alone]).reshape(A.shape)
 
@@ -98,8 +100,9 @@ def _by_eigh(A: Tensor) -> tuple[Tensor, Tensor]:
 def _by_svd(A: Tensor) -> tuple[Tensor, Tensor]:
     # A symmetric matrix has u_i = sign(l_i) v_i; below rounding the sign means nothing, and neither does l_i.
     left, singular_values, right = torch.linalg.svd(A)
-    sign = torch.linalg.vecdot(left, right.mT, dim=-2).sign()
-    return (singular_values * sign).flip(-1), left.flip(-1)
+    signs = torch.linalg.vecdot(left, right.mT, dim=-2).sign()
+    eigenvalues, order = (singular_values * signs).sort(-1)
+    return eigenvalues, left.gather(-1, order.unsqueeze(-2).expand_as(left))
 
 
 DECOMPOSITIONS: Mapping[str, Decomposition] = {"eigh": _by_eigh, "svd": _by_svd}
@@ -116,8 +119,7 @@ def _attempts(A: Tensor, method: str) -> Iterator[tuple[str, str, Decomposition]
 
 
 def _in_float64(A: Tensor, decomposition: Decomposition) -> tuple[Tensor, Tensor]:
-    wide = A.double() if has_float64(A.device) else A.cpu().double()
-    eigenvalues, eigenvectors = decomposition(wide)
+    eigenvalues, eigenvectors = decomposition(widen(A))
     return eigenvalues.to(A), eigenvectors.to(A)
 
 
@@ -130,10 +132,13 @@ def _with_jitter(A: Tensor, decomposition: Decomposition) -> tuple[Tensor, Tenso
     return eigenvalues - ramp.mean(), eigenvectors
 
 
-def _decompose_one(A: Tensor, method: str) -> tuple[Tensor, Tensor]:
+def _decompose_one(A: Tensor, method: str, *, again: bool) -> tuple[Tensor, Tensor]:
+    """Return the decomposition of one matrix; ``again`` if the first attempt was at a whole batch."""
     tried = []
-    for name, description, attempt in _attempts(A, method):
+    for number, (name, description, attempt) in enumerate(_attempts(A, method)):
         try:
+            if number == 0 and not again:
+                raise LinAlgError
             return attempt(A)
         except LinAlgError:
             tried.append(description)
@@ -153,12 +158,18 @@ def svd(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     try:
         U, singular_values, Vh = torch.linalg.svd(A, full_matrices=False)
+        return U, singular_values, Vh
     except LinAlgError:
-        count_failure("svd")
-        eigenvalues, U = decompose(A @ A.mT, "eigh")
-        singular_values, U = eigenvalues.flip(-1).clamp(min=0).sqrt(), U.flip(-1)
-        Vh = U.mT @ A / torch.where(singular_values > 0, singular_values, 1.0).unsqueeze(-1)
-    return U, singular_values, Vh
+        if A.ndim > 2:
+            alone = [svd(matrix) for matrix in A.flatten(0, -3)]
+            U, singular_values, Vh = (
+                torch.stack(parts).unflatten(0, A.shape[:-2]) for parts in zip(*alone, strict=True)
+            )
+            return U, singular_values, Vh
+    count_failure("svd")
+    eigenvalues, U = decompose(A @ A.mT, "eigh")
+    singular_values, U = eigenvalues.flip(-1).clamp(min=0).sqrt(), U.flip(-1)
+    return U, singular_values, U.mT @ A / torch.where(singular_values > 0, singular_values, 1.0).unsqueeze(-1)
 
 
 def check_finite(A: Tensor) -> None:

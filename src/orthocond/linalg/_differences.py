@@ -23,7 +23,7 @@ from torch import Tensor
 __all__ = ["Split", "first_differences", "root_values", "second_derivative", "split"]
 
 # Eigenvalues below this have an l^(-3/2), the size of the inverse root's gradient, that is near overflow.
-_SMALLEST = {torch.float64: 1e-190, torch.float32: 1e-25}
+_SMALLEST = 1e-190
 
 
 class Split(NamedTuple):
@@ -44,9 +44,9 @@ def split(eigenvalues: Tensor, eps: float, rtol: float | None) -> Split:
     if rtol is None:
         # Below zero is rounding noise of a matrix that should be positive semi-definite: where eps outweighs it, it
         # counts like everything else, and where it doesn't, it may at most halve eps.
-        return Split(eigenvalues, (eigenvalues.clamp(min=-eps / 2) + eps).sqrt(), None, None)
+        return Split(eigenvalues, (eigenvalues.clamp(min=-eps / 2) + eps).clamp(min=_SMALLEST).sqrt(), None, None)
     largest = eigenvalues.amax(-1, keepdim=True) if eigenvalues.shape[-1] else eigenvalues
-    cutoff = (rtol * largest).clamp(min=_SMALLEST[eigenvalues.dtype] if eps == 0 else 0.0)
+    cutoff = (rtol * largest).clamp(min=_SMALLEST)
     kept = eigenvalues > cutoff
     if eigenvalues.device.type == "cpu" and not torch.compiler.is_compiling() and kept.all():
         return Split(eigenvalues, (eigenvalues + eps).sqrt(), None, None)  # the same, for less

@@ -5,17 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthocond.errors import GradientError
 from orthocond.linalg._decompose import decompose
-from orthocond.linalg._differences import root_values, second_derivative, split
+from orthocond.linalg._differences import Split, root_values, second_derivative, split
 from orthocond.linalg._gradients import GRADIENTS, differences
-from orthocond.linalg._precision import autocast_off, narrow, widest
+from orthocond.linalg._precision import autocast_off, narrow, widen
 from orthocond.linalg._registry import resolve
 
-__all__ = ["eigen_root_vjp", "eigen_roots", "sandwich", "symmetric"]
+__all__ = ["batched", "eigen_root_vjp", "eigen_roots", "root_of", "symmetric"]
 
 Context = Any
-Options = tuple[tuple[float, ...], str, str, float, float | None]
-"""powers, method, gradient rule, eps, rtol: what the functions below take beside tensors."""
 
 
 def eigen_roots(
@@ -33,17 +32,26 @@ def eigen_roots(
 def eigen_root_vjp(A: Tensor, power: float, G: Tensor, *, rtol: float) -> tuple[Tensor, Tensor]:
     """Return ``A^power`` and its derivative applied to ``G``, both differentiable again."""
     root, eigenvalues, U = _EigenRoots.apply(A, (power,), "eigh", "exact", 0.0, rtol)
-    return root, _EigenDerivative.apply((power,), "exact", 0.0, rtol, A, eigenvalues, U, G)
+    return root, _EigenDerivative.apply(A, G, eigenvalues, U, power, "exact", 0.0, rtol)
+
+
+def root_of(U: Tensor, parts: Split, power: float) -> Tensor:
+    """Return the root or the inverse root from eigenvectors and eigenvalues."""
+    return (U * root_values(parts, power).unsqueeze(-2)) @ U.mT
 
 
 def symmetric(A: Tensor) -> Tensor:
-    """Return ``(A + A^T) / 2``."""
-    return (A + A.mT).mul_(0.5)
+    """Return ``(A + A^T) / 2``, halved first so that nothing overflows."""
+    half = A * 0.5
+    return half + half.mT
 
 
-def sandwich(U: Tensor, middle: Tensor) -> Tensor:
-    """Return ``U middle U^T``."""
-    return U @ middle @ U.mT
+def batched(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return the tensors with the dimension of `torch.vmap` in front, expanded where they had none."""
+    return [
+        tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        for tensor, dim in zip(tensors, dims, strict=True)
+    ]
 
 
 class _EigenRoots(torch.autograd.Function):
@@ -53,14 +61,13 @@ class _EigenRoots(torch.autograd.Function):
     def forward(
         A: Tensor, powers: tuple[float, ...], method: str, gradient: str, eps: float, rtol: float | None
     ) -> tuple[Tensor, ...]:
-        eigenvalues, U = decompose(symmetric(A.to(widest(A))), method)
+        eigenvalues, U = decompose(symmetric(widen(A)), method)
         parts = split(eigenvalues, eps, rtol)
-        roots = ((U * root_values(parts, power).unsqueeze(-2)) @ U.mT for power in powers)
-        return *(narrow(root, A.dtype) for root in roots), eigenvalues, U
+        return *(narrow(root_of(U, parts, power), A) for power in powers), eigenvalues, U
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        A, *ctx.options = inputs
+        A, ctx.powers, _, *ctx.options = inputs
         *_, eigenvalues, U = output
         ctx.mark_non_differentiable(eigenvalues, U)
         ctx.save_for_backward(A, eigenvalues, U)
@@ -69,80 +76,61 @@ class _EigenRoots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         A, eigenvalues, U = ctx.saved_tensors
-        powers, _, gradient, eps, rtol = ctx.options
-        used = [(power, grad) for power, grad in zip(powers, grads, strict=False) if grad is not None]
         total: Tensor | None = None
-        if used:
-            with autocast_off(A.device):
-                total = _EigenDerivative.apply(
-                    tuple(power for power, _ in used),
-                    gradient,
-                    eps,
-                    rtol,
-                    A,
-                    eigenvalues,
-                    U,
-                    *(grad for _, grad in used),
-                )
+        with autocast_off(A.device):
+            for power, G in zip(ctx.powers, grads, strict=False):
+                if G is not None:
+                    part = _EigenDerivative.apply(A, G, eigenvalues, U, power, *ctx.options)
+                    total = part if total is None else total + part
         return total, None, None, None, None, None
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], A: Tensor, *options: Any
-    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        assert in_dims[0] is not None
-        output = _EigenRoots.apply(A.movedim(in_dims[0], 0), *options)
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        output = _EigenRoots.apply(*batched(info.batch_size, in_dims[:1], inputs[:1]), *inputs[1:])
         return output, (0,) * len(output)
 
 
 class _EigenDerivative(torch.autograd.Function):
-    """``(A, G_1, ...) -> sum_p U (F_p o (U^T G_p U)) U^T``: symmetric in ``G``, so its own adjoint in it."""
+    """``(A, G) -> U (F o (U^T G U)) U^T``: symmetric in ``G``, so its own adjoint in it."""
 
     @staticmethod
     def forward(
-        powers: tuple[float, ...],
+        A: Tensor,
+        G: Tensor,
+        eigenvalues: Tensor,
+        U: Tensor,
+        power: float,
         gradient: str,
         eps: float,
         rtol: float | None,
-        A: Tensor,
-        eigenvalues: Tensor,
-        U: Tensor,
-        *grads: Tensor,
     ) -> Tensor:
         parts = split(eigenvalues, eps, rtol)
         rule, options = resolve(GRADIENTS, gradient, "gradient", "backward")
-        middles = (
-            differences(rule.name, options, parts, power, eps) * _to_eigenbasis(U, G)
-            for power, G in zip(powers, grads, strict=True)
-        )
-        return narrow(sandwich(U, sum(middles, start=U.new_zeros(()))), A.dtype)
+        F = differences(rule, options, parts, power, eps)
+        return narrow(_from_eigenbasis(U, F * _to_eigenbasis(U, G)), A)
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *ctx.options, A, eigenvalues, U = inputs[:7]
-        ctx.save_for_backward(A, eigenvalues, U, *inputs[7:])
+        A, G, eigenvalues, U, *ctx.options = inputs
+        ctx.save_for_backward(A, G, eigenvalues, U)
 
     @staticmethod
     def backward(ctx: Context, H: Tensor) -> tuple[Any, ...]:
-        A, eigenvalues, U, *grads = ctx.saved_tensors
-        powers, gradient, eps, rtol = ctx.options
+        A, G, eigenvalues, U = ctx.saved_tensors
+        power, gradient, eps, rtol = ctx.options
         if gradient != "exact":
-            raise RuntimeError(f"the gradient rule {gradient!r} can't be differentiated again; use gradient='exact'.")
+            raise GradientError(f"the gradient rule {gradient!r} can't be differentiated again; use gradient='exact'.")
+        to_A = to_G = None
         with autocast_off(A.device):
-            again = (
-                _EigenDerivative.apply((power,), gradient, eps, rtol, A, eigenvalues, U, H) if needed else None
-                for power, needed in zip(powers, ctx.needs_input_grad[7:], strict=True)
-            )
-            to_matrix = (
-                _EigenSecondDerivative.apply(powers, eps, rtol, A, eigenvalues, U, H, *grads)
-                if ctx.needs_input_grad[4]
-                else None
-            )
-            return None, None, None, None, to_matrix, None, None, *again
+            if ctx.needs_input_grad[0]:
+                to_A = _EigenSecondDerivative.apply(A, G, H, eigenvalues, U, power, eps, rtol)
+            if ctx.needs_input_grad[1]:
+                to_G = _EigenDerivative.apply(A, H, eigenvalues, U, *ctx.options)
+        return to_A, to_G, None, None, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return _EigenDerivative.apply(*inputs[:4], *_batched(info.batch_size, in_dims[4:], inputs[4:])), 0
+        return _EigenDerivative.apply(*batched(info.batch_size, in_dims[:4], inputs[:4]), *inputs[4:]), 0
 
 
 class _EigenSecondDerivative(torch.autograd.Function):
@@ -150,21 +138,11 @@ class _EigenSecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        powers: tuple[float, ...],
-        eps: float,
-        rtol: float | None,
-        A: Tensor,
-        eigenvalues: Tensor,
-        U: Tensor,
-        H: Tensor,
-        *grads: Tensor,
+        A: Tensor, G: Tensor, H: Tensor, eigenvalues: Tensor, U: Tensor, power: float, eps: float, rtol: float | None
     ) -> Tensor:
         parts = split(eigenvalues, eps, rtol)
-        H = _to_eigenbasis(U, H)
-        middles = (
-            second_derivative(parts, power, _to_eigenbasis(U, G), H) for power, G in zip(powers, grads, strict=True)
-        )
-        return narrow(sandwich(U, sum(middles, start=U.new_zeros(()))), A.dtype)
+        middle = second_derivative(parts, power, _to_eigenbasis(U, G), _to_eigenbasis(U, H))
+        return narrow(_from_eigenbasis(U, middle), A)
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -172,21 +150,18 @@ class _EigenSecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Any:
-        raise RuntimeError("the matrix roots by eigenvalues are differentiable twice, not three times.")
+        raise GradientError("the roots by eigenvalues are differentiable twice, not three times; newton_schulz is.")
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return _EigenSecondDerivative.apply(*inputs[:3], *_batched(info.batch_size, in_dims[3:], inputs[3:])), 0
+        return _EigenSecondDerivative.apply(*batched(info.batch_size, in_dims[:5], inputs[:5]), *inputs[5:]), 0
 
 
 def _to_eigenbasis(U: Tensor, G: Tensor) -> Tensor:
     """Return ``U^T sym(G) U``."""
-    return U.mT @ symmetric(G.to(U.dtype)) @ U
+    return U.mT @ symmetric(G.to(U)) @ U
 
 
-def _batched(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """Return the tensors with the dimension of `torch.vmap` in front, expanded where they had none."""
-    return [
-        tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-        for tensor, dim in zip(tensors, dims, strict=True)
-    ]
+def _from_eigenbasis(U: Tensor, G: Tensor) -> Tensor:
+    """Return ``U G U^T``."""
+    return U @ G @ U.mT

@@ -31,13 +31,12 @@ class GradientRule(Entry):
     """From eigenvalues ``(..., n)``, and the options, to ``K``; None for the exact rule."""
 
 
-def differences(rule: str, options: dict[str, int | float], parts: Split, power: float, eps: float) -> Tensor:
+def differences(rule: GradientRule, options: dict[str, int | float], parts: Split, power: float, eps: float) -> Tensor:
     """Return the matrix ``F`` ``(..., n, n)`` of the rule for the root or the inverse root."""
-    kernel = GRADIENTS[rule].kernel
-    if kernel is None:
+    if rule.kernel is None:
         return first_differences(parts, power)
     f = root_values(parts, power)
-    K = kernel(parts.eigenvalues + eps, **options)
+    K = rule.kernel(parts.eigenvalues.clamp(min=-eps / 2) + eps, **options)
     F = K * f.unsqueeze(-1) + K.mT * f.unsqueeze(-2)
     slope = power * f / parts.roots.square()
     F = F + torch.diag_embed(slope - F.diagonal(dim1=-2, dim2=-1))

@@ -1,7 +1,7 @@
 """The roots by matrix products alone, and the gradient that goes with them.
 
-Neither solver knows the eigenvalues, so neither can drop a null space, and both are as accurate as their number
-of steps allows. The gradient does not unroll the steps: with ``Q = A^(1/2)``, ``dQ`` solves the Lyapunov equation
+Neither solver knows the eigenvalues, so neither can drop a null space, and both are as accurate as their number of
+steps allows. The gradient does not unroll the steps: with ``Q = A^(1/2)``, ``dQ`` solves the Lyapunov equation
 ``Q dQ + dQ Q = dA``, whose solution is differentiable by another one, and so to every order.
 
 Reference: Song, Sebe, Wang, Fast differentiable matrix square root and inverse square root, TPAMI 2022.
@@ -15,25 +15,27 @@ import torch
 from torch import Tensor
 
 from orthocond.linalg._decompose import check_finite, count_failure, decompose
-from orthocond.linalg._differences import root_values, split
-from orthocond.linalg._eigen import Context, symmetric
-from orthocond.linalg._precision import at_least_float32, autocast_off, narrow, widest
+from orthocond.linalg._differences import split
+from orthocond.linalg._eigen import Context, batched, root_of, symmetric
+from orthocond.linalg._precision import autocast_off, lift, narrow, widen
 
 __all__ = ["PAIRS", "iterative_roots"]
 
 Pair = Callable[..., tuple[Tensor, Tensor]]
-Options = tuple[tuple[str, int | float], ...]
 
 
-def iterative_roots(A: Tensor, solver: str, *, eps: float, **options: float) -> tuple[Tensor, Tensor]:
+def iterative_roots(
+    A: Tensor, solver: str, *, eps: float, iterations: float, degree: float = 0
+) -> tuple[Tensor, Tensor]:
     """Return ``(A + eps I)^(1/2)`` and ``(A + eps I)^(-1/2)`` by one of `PAIRS`; a zero matrix has zero roots."""
     with autocast_off(A.device):
-        B = _shifted(A.to(at_least_float32(A.dtype)), eps)
-        Q, S = _IterativeRoots.apply(B, solver, tuple(options.items()))
-        return narrow(Q, A.dtype), narrow(S, A.dtype)
+        B = symmetric(lift(A))
+        B = B + eps * _identity_like(B) if eps else B
+        Q, S = _IterativeRoots.apply(B, solver, int(iterations), int(degree))
+        return narrow(Q, A), narrow(S, A)
 
 
-def newton_schulz_pair(B: Tensor, *, iterations: int) -> tuple[Tensor, Tensor]:
+def newton_schulz_pair(B: Tensor, iterations: int, degree: int) -> tuple[Tensor, Tensor]:
     """Return the root and the inverse root of ``B`` with norm at most 1 by the coupled Newton-Schulz iteration.
 
     ``Y <- Y (3I - Z Y) / 2``, ``Z <- (3I - Z Y) Z / 2`` from ``Y = B``, ``Z = I``. A small eigenvalue grows by 2.25
@@ -49,14 +51,15 @@ def newton_schulz_pair(B: Tensor, *, iterations: int) -> tuple[Tensor, Tensor]:
     return Y, Z
 
 
-def pade_pair(B: Tensor, *, degree: int, iterations: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001  (the backward's)
+def pade_pair(B: Tensor, iterations: int, degree: int) -> tuple[Tensor, Tensor]:
     """Return the root and the inverse root of ``B`` with norm at most 1 by a diagonal Pade approximant.
 
     ``sqrt(1 - z) = 1 - sum_j a_j z / (1 - b_j z)`` with ``a_j = 2 sin^2(t_j) / (2m + 1)``, ``b_j = cos^2(t_j)``,
-    ``t_j = j pi / (2m + 1)``, at ``z = I - B``. For an eigenvalue ``x`` of ``B`` its relative error is
-    ``2 t / (1 + t)`` up to sign, with ``t = ((1 - sqrt x) / (1 + sqrt x))^(2m + 1)``.
+    ``t_j = j pi / (2m + 1)`` for the degree ``m``, at ``z = I - B``. For an eigenvalue ``x`` of ``B`` the relative
+    error of the root is ``2 t / (1 - t)``, with ``t = ((1 - sqrt x) / (1 + sqrt x))^(2m + 1)``. The iterations are the
+    gradient's alone.
 
-    Reference: Higham, Functions of Matrices, 2008, section 6.7; the approximant in a network: Song, Sebe, Wang 2022.
+    Reference: Higham, Functions of Matrices, 2008, section 6.7; in a network: Song, Sebe, Wang, ICLR 2022.
     """
     identity = _identity_like(B)
     Z = identity - B
@@ -64,9 +67,9 @@ def pade_pair(B: Tensor, *, degree: int, iterations: int) -> tuple[Tensor, Tenso
     for j in range(1, degree + 1):
         angle = j * math.pi / (2 * degree + 1)
         a, b = 2 * math.sin(angle) ** 2 / (2 * degree + 1), math.cos(angle) ** 2
-        Y = Y - a * torch.linalg.solve(identity - b * Z, Z)
+        Y = Y - a * torch.linalg.solve_ex(identity - b * Z, Z).result
     Y = symmetric(Y)
-    return Y, torch.linalg.inv(Y)
+    return Y, torch.linalg.inv_ex(Y).inverse
 
 
 PAIRS: Mapping[str, Pair] = {"newton_schulz": newton_schulz_pair, "pade": pade_pair}
@@ -77,40 +80,38 @@ class _IterativeRoots(torch.autograd.Function):
     """``B -> B^(1/2), B^(-1/2)``, scaled to norm 1 inside."""
 
     @staticmethod
-    def forward(B: Tensor, solver: str, options: Options) -> tuple[Tensor, Tensor]:
-        norm = _norm(B)
-        nonzero = norm > 0
-        norm = torch.where(nonzero, norm, 1.0)
-        Y, Z = PAIRS[solver](B / norm, **dict(options))
-        Q, S = Y * (nonzero * norm.sqrt()), Z * (nonzero * norm.rsqrt())
-        if B.is_meta or torch.compiler.is_compiling():
+    def forward(B: Tensor, solver: str, iterations: int, degree: int) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_compiling():
+            Q, S = _iterate_op(B, solver, iterations, degree)
             return Q, S
-        # The root of a matrix of norm 1 has the norm n^(1/4) at most; a comparison with NaN is false.
-        converged = torch.linalg.matrix_norm(Y) <= 1.1 * B.shape[-1] ** 0.25
-        return (Q, S) if converged.all() else _rescued(B, Q, S, ~converged, solver)
+        return _iterate(B, solver, iterations, degree)
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.iterations = dict(inputs[2])["iterations"]
+        ctx.iterations = inputs[2]
         ctx.save_for_backward(*output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Context, GQ: Tensor | None, GS: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Context, GQ: Tensor | None, GS: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        if GQ is None and GS is None:
+            return None, None, None, None
         Q, S = ctx.saved_tensors
         with autocast_off(Q.device):
-            G: Tensor | None = None if GQ is None else (GQ + GQ.mT) / 2
+            G = torch.zeros_like(Q)
+            if GQ is not None:
+                G = G + symmetric(GQ)
             if GS is not None:
-                through_inverse = S @ ((GS + GS.mT) / 2) @ S
-                G = -through_inverse if G is None else G - through_inverse
-            return (None if G is None else _Lyapunov.apply(Q, G, ctx.iterations)), None, None
+                G = G - S @ symmetric(GS) @ S
+            X = _Lyapunov.apply(Q, G, ctx.iterations)
+            # I - Q S is zero where the roots are inverses, and the null space of a matrix that has none: no gradient.
+            null = _identity_like(Q) - Q @ S
+            largest = torch.finfo(Q.dtype).max
+            return (X - null @ X @ null.mT).clamp(-largest, largest), None, None, None
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], B: Tensor, *options: Any
-    ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        assert in_dims[0] is not None
-        return _IterativeRoots.apply(B.movedim(in_dims[0], 0), *options), (0, 0)
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        return _IterativeRoots.apply(*batched(info.batch_size, in_dims[:1], inputs[:1]), *inputs[1:]), (0, 0)
 
 
 class _Lyapunov(torch.autograd.Function):
@@ -118,14 +119,15 @@ class _Lyapunov(torch.autograd.Function):
 
     @staticmethod
     def forward(Q: Tensor, G: Tensor, iterations: int) -> Tensor:
-        norm = _norm(Q)
-        norm = torch.where(norm > 0, norm, 1.0)
-        B, C = Q / norm, G / norm
+        norm, size = _norm(Q), G.abs().amax((-2, -1), keepdim=True) if G.numel() else _norm(G)
+        norm, size = torch.where(norm > 0, norm, 1.0), torch.where(size > 0, size, 1.0)
+        B, C = Q / norm, G / size
         for _ in range(iterations):
             squared = B @ B
             C = 0.5 * (B @ C @ B - squared @ C - C @ squared) + 1.5 * C
             B = 1.5 * B - 0.5 * (squared @ B)
-        return C / 2
+        largest = torch.finfo(Q.dtype).max
+        return (C / 2 * (size / norm).clamp(max=largest)).clamp(-largest, largest)
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -140,12 +142,33 @@ class _Lyapunov(torch.autograd.Function):
             return -(Y @ X.mT + X.mT @ Y), Y, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], Q: Tensor, G: Tensor, iterations: int) -> tuple[Tensor, int]:
-        Q, G = (
-            X.expand(info.batch_size, *X.shape) if dim is None else X.movedim(dim, 0)
-            for X, dim in zip((Q, G), in_dims, strict=False)
-        )
-        return _Lyapunov.apply(Q, G, iterations), 0
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        return _Lyapunov.apply(*batched(info.batch_size, in_dims[:2], inputs[:2]), *inputs[2:]), 0
+
+
+def _iterate(B: Tensor, solver: str, iterations: int, degree: int) -> tuple[Tensor, Tensor]:
+    norm = _norm(B)
+    nonzero = norm > 0
+    norm = torch.where(nonzero, norm, 1.0)
+    Y, Z = PAIRS[solver](B / norm, iterations, degree)
+    Q, S = Y * (nonzero * norm.sqrt()), Z * (nonzero * norm.rsqrt())
+    # The root of a matrix of norm 1 has the norm n^(1/4) at most; a comparison with NaN is false.
+    converged = torch.linalg.matrix_norm(Y) <= 1.1 * B.shape[-1] ** 0.25
+    if B.is_meta or converged.all():
+        return Q, S
+    return _rescued(B, Q, S, ~converged, solver)
+
+
+@torch.library.custom_op("orthocond::iterate", mutates_args=())
+def _iterate_op(B: Tensor, solver: str, iterations: int, degree: int) -> tuple[Tensor, Tensor]:
+    """The same, opaque to `torch.compile`: whether it converged depends on the data."""
+    Q, S = _iterate(B, solver, iterations, degree)
+    return Q.contiguous(), S.contiguous()
+
+
+@_iterate_op.register_fake
+def _(B: Tensor, solver: str, iterations: int, degree: int) -> tuple[Tensor, Tensor]:
+    return B.new_empty(B.shape), B.new_empty(B.shape)
 
 
 def _rescued(B: Tensor, Q: Tensor, S: Tensor, diverged: Tensor, solver: str) -> tuple[Tensor, Tensor]:
@@ -154,18 +177,15 @@ def _rescued(B: Tensor, Q: Tensor, S: Tensor, diverged: Tensor, solver: str) -> 
     An eigenvalue far enough below zero, as rounding in a half type can make one, lets the iteration diverge.
     """
     check_finite(B)
-    eigenvalues, U = decompose(B.to(widest(B)), "eigh")
+    eigenvalues, U = decompose(widen(B), "eigh")
     parts = split(eigenvalues, 0.0, B.shape[-1] * torch.finfo(B.dtype).eps)
-    by_eigh = ((U * root_values(parts, power).unsqueeze(-2)) @ U.mT for power in (0.5, -0.5))
     count_failure(solver, int(diverged.sum()))
     chosen = diverged.unsqueeze(-1).unsqueeze(-1)
-    Q, S = (torch.where(chosen, narrow(rescue, B.dtype), root) for rescue, root in zip(by_eigh, (Q, S), strict=True))
+    Q, S = (
+        torch.where(chosen, narrow(root_of(U, parts, power), B), root)
+        for power, root in zip((0.5, -0.5), (Q, S), strict=True)
+    )
     return Q, S
-
-
-def _shifted(A: Tensor, eps: float) -> Tensor:
-    B = (A + A.mT) / 2
-    return B + eps * _identity_like(B) if eps else B
 
 
 def _identity_like(B: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from orthocond.errors import ArgumentError, check_matrix, check_nonnegative
 from orthocond.linalg._decompose import check_finite, decompose, svd
 from orthocond.linalg._eigen import Context, eigen_root_vjp
-from orthocond.linalg._precision import at_least_float32, autocast_off, narrow, widest
+from orthocond.linalg._precision import at_least_float32, autocast_off, lift, narrow, widen
 from orthocond.linalg._registry import Entry, frozen, resolve
 
 __all__ = ["POLAR_SOLVERS", "PolarSolver", "nearest_orthogonal"]
@@ -26,7 +26,7 @@ class PolarSolver(Entry):
     has_rank: bool = True
     """Whether the solver can tell the singular values that are to stay zero."""
     solve: Callable[..., Tensor] = lambda A: A
-    """From matrices ``(..., m, n)``, ``m <= n``, largest entry in [1/2, 1), to their polar factors."""
+    """From matrices ``(..., m, n)``, ``m <= n``, largest entry in [1, 2), to their polar factors."""
 
 
 def nearest_orthogonal(A: Tensor, *, solver: str = "gram", rtol: float | None = None) -> Tensor:
@@ -37,7 +37,8 @@ def nearest_orthogonal(A: Tensor, *, solver: str = "gram", rtol: float | None = 
     which minimises :math:`\|A - R\|_F`. Zero singular values stay zero, so a zero matrix gives zero.
 
     *Gradient:* that of :math:`(A A^T)^{-1/2} A` (for wide ``A``), exact at equal singular values and differentiable
-    again; it grows like the inverse of the smallest singular value that is kept.
+    again. It grows like the inverse of the smallest singular value that is kept; those below about 1e-7 of the largest
+    (relevant for float64 input alone) have none.
 
     Args:
         A: matrices ``(..., m, n)``, tall or wide.
@@ -66,7 +67,7 @@ def nearest_orthogonal(A: Tensor, *, solver: str = "gram", rtol: float | None = 
     entry, options = resolve(POLAR_SOLVERS, solver, "solver", "nearest_orthogonal")
     if rtol is not None:
         check_nonnegative(rtol, "rtol", "nearest_orthogonal")
-        if not entry.has_rank:
+        if rtol and not entry.has_rank:
             raise ArgumentError(
                 f"nearest_orthogonal got rtol={rtol} with solver={entry.name!r}, which can't tell the rank; "
                 "use solver='gram', or leave rtol=None."
@@ -76,11 +77,12 @@ def nearest_orthogonal(A: Tensor, *, solver: str = "gram", rtol: float | None = 
     dtype = at_least_float32(A.dtype)
     rtol = max(A.shape[-2:]) * torch.finfo(dtype).eps if rtol is None else rtol
     with autocast_off(A.device):
-        wide = (A if A.shape[-2] <= A.shape[-1] else A.mT).to(dtype)
+        wide = A if A.shape[-2] <= A.shape[-1] else A.mT
         # The scale does not matter, and a power of two costs no rounding.
-        exponent = torch.frexp(wide.detach().abs().amax((-2, -1), keepdim=True)).exponent.clamp(-126, 126)
-        wide = wide * torch.exp2(-exponent.to(dtype))
-        R = narrow(_Polar.apply(wide, entry.name, rtol, tuple(options.items())), A.dtype)
+        largest = wide.detach().abs().amax((-2, -1), keepdim=True).to(dtype)
+        bound = 1020.0 if dtype == torch.float64 else 125.0
+        exponent = torch.where(largest > 0, largest, 1.0).log2().floor().clamp(-bound, bound)
+        R = narrow(_Polar.apply(lift(wide, torch.exp2(-exponent)), entry.name, rtol, tuple(options.items())), A)
     return R if A.shape[-2] <= A.shape[-1] else R.mT
 
 
@@ -103,10 +105,10 @@ class _Polar(torch.autograd.Function):
     def backward(ctx: Context, G: Tensor) -> tuple[Tensor, None, None, None]:
         (A,) = ctx.saved_tensors
         with autocast_off(A.device):
-            A, G, dtype = A.to(widest(A)), G.to(widest(A)), A.dtype
-            rtol = max(ctx.rtol**2, A.shape[-2] * torch.finfo(A.dtype).eps)
-            S, to_gram = eigen_root_vjp(A @ A.mT, -0.5, G @ A.mT, rtol=rtol)
-            return narrow(S @ G + 2 * to_gram @ A, dtype), None, None, None
+            wide, G = widen(A), widen(G)
+            rtol = max(ctx.rtol**2, A.shape[-2] * torch.finfo(wide.dtype).eps)
+            S, to_gram = eigen_root_vjp(wide @ wide.mT, -0.5, G @ wide.mT, rtol=rtol)
+            return narrow(S @ G + 2 * to_gram @ wide, A), None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], A: Tensor, *options: Any) -> tuple[Tensor, int]:
@@ -118,7 +120,7 @@ def _polar(A: Tensor, solver: str, rtol: float, options: list[float]) -> Tensor:
     entry = POLAR_SOLVERS[solver]
     if not A.is_meta:
         check_finite(A)
-    return entry.solve(A, rtol, *options).to(A.dtype)
+    return entry.solve(A, rtol, *options).to(A)
 
 
 @torch.library.custom_op("orthocond::polar", mutates_args=())
@@ -133,14 +135,19 @@ def _(A: Tensor, solver: str, rtol: float, options: list[float]) -> Tensor:
 
 
 def _by_gram(A: Tensor, rtol: float) -> Tensor:
-    wide = A.to(widest(A))
+    wide = widen(A)
+    unit = torch.finfo(wide.dtype).eps
     eigenvalues, U = decompose(wide @ wide.mT, "eigh")
     largest = eigenvalues[..., -1:]
     kept = eigenvalues > rtol**2 * largest
     scale = torch.where(kept, eigenvalues, 1.0).rsqrt() * kept
     R = ((U * scale.unsqueeze(-2)) @ U.mT) @ wide
-    smallest = torch.where(kept, eigenvalues, torch.inf).amin(-1)
-    inaccurate = torch.finfo(wide.dtype).eps * largest.squeeze(-1) > _GRAM_TOLERANCE[A.dtype] * smallest
+    # Too small to be accurate, or so small that the Gram matrix can't tell whether it is to be kept.
+    uncertain = eigenvalues < largest * (unit / _GRAM_TOLERANCE[A.dtype])
+    noise = A.shape[-2] * unit
+    inaccurate = ((uncertain & kept) | (eigenvalues <= noise * largest) & (rtol**2 < noise)).any(-1) & (
+        largest[..., 0] > 0
+    )
     if A.is_meta or not inaccurate.any():
         return R
     if A.ndim == 2:
@@ -150,7 +157,7 @@ def _by_gram(A: Tensor, rtol: float) -> Tensor:
 
 
 def _by_svd(A: Tensor, rtol: float) -> Tensor:
-    U, singular_values, Vh = svd(A.to(widest(A)))
+    U, singular_values, Vh = svd(widen(A))
     kept = singular_values > rtol * singular_values[..., :1]
     return (U * kept.unsqueeze(-2)) @ Vh
 
@@ -182,7 +189,7 @@ POLAR_SOLVERS = frozen(
     PolarSolver(
         "newton_schulz",
         "Quintic Newton-Schulz iteration with converging coefficients, in the input's precision and by products "
-        "alone. Converges while the norm over the smallest singular value is below about 1.875^iterations / 2; "
+        "alone. Converges while the norm over the smallest singular value is below about 1.875^iterations / 5; "
         "rounding noise in a null space grows as fast (1.875^15 * 6e-8 = 7e-4).",
         "Kovarik 1970; Bjorck and Bowie 1971; Higham, Functions of Matrices, 2008, section 8.3",
         {"iterations": 15},

@@ -1,21 +1,29 @@
 """In which precision to compute, and how to come back from it."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["at_least_float32", "autocast_off", "has_float64", "narrow", "widest"]
+__all__ = ["at_least_float32", "autocast_off", "lift", "narrow", "widen"]
 
 
-def has_float64(device: torch.device) -> bool:
-    """Return whether tensors on ``device`` can be float64."""
-    return device.type != "mps"
+def widen(A: Tensor) -> Tensor:
+    """Return ``A`` in float64: on its device, or on the CPU where the device has no float64 (MPS)."""
+    return A.double() if A.device.type != "mps" else A.cpu().double()
 
 
-def widest(A: Tensor) -> torch.dtype:
-    """Return float64 where the device of ``A`` has it, else float32."""
-    return torch.float64 if has_float64(A.device) else torch.float32
+def narrow(A: Tensor, like: Tensor) -> Tensor:
+    """Return ``A`` in dtype and on the device of ``like``; what is too large becomes the largest number, not infinity.
+
+    >>> narrow(torch.tensor([1e-3, 1e300], dtype=torch.float64), torch.zeros(1))
+    tensor([1.0000e-03, 3.4028e+38])
+    """
+    if A.dtype == like.dtype:
+        return A
+    largest = torch.finfo(like.dtype).max
+    return A.clamp(-largest, largest).to(like)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -23,16 +31,32 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def narrow(A: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``A`` in ``dtype``; what is too large for it becomes its largest number rather than infinity.
-
-    >>> narrow(torch.tensor([1e-3, 1e300], dtype=torch.float64), torch.float32)
-    tensor([1.0000e-03, 3.4028e+38])
-    """
-    if A.dtype == dtype:
+def lift(A: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return ``A`` in float32 at least, times ``scale``; its gradient comes back without overflow to infinity."""
+    if scale is None and A.dtype == at_least_float32(A.dtype):
         return A
-    largest = torch.finfo(dtype).max
-    return A.clamp(-largest, largest).to(dtype)
+    lifted: Tensor = _Lift.apply(A, A.new_ones(()) if scale is None else scale)
+    return lifted
+
+
+class _Lift(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(A: Tensor, scale: Tensor) -> Tensor:
+        return A.to(at_least_float32(A.dtype)) * scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        A, scale = inputs
+        ctx.dtype = A.dtype
+        ctx.save_for_backward(scale)
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        largest = torch.finfo(ctx.dtype).max
+        return (G * scale).clamp(-largest, largest).to(ctx.dtype), None
 
 
 def autocast_off(device: torch.device) -> AbstractContextManager[object]:

@@ -5,6 +5,7 @@ A choice is written as its name, with its options in parentheses where the defau
 line and configuration file unchanged.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -22,7 +23,10 @@ class Entry:
     name: str
     description: str
     reference: str
-    options: Mapping[str, int | float] = field(default_factory=lambda: MappingProxyType({}))
+    options: Mapping[str, int | float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", MappingProxyType(dict(self.options)))
 
 
 E = TypeVar("E", bound=Entry)
@@ -40,21 +44,27 @@ def resolve(registry: Mapping[str, E], choice: str, argument: str, caller: str) 
         ArgumentError: ``choice`` names no entry, or an option that the entry hasn't; the message lists those.
     """
     name, parenthesis, rest = choice.partition("(") if isinstance(choice, str) else (choice, "", "")
+    name = name.strip() if parenthesis else name
     check_choice(name, registry, argument, caller)
     entry = registry[name]
     options = dict(entry.options)
     if not parenthesis:
         return entry, options
-    for item in rest.rstrip(")").split(","):
+    known = ", ".join(f"{option}={default}" for option, default in options.items()) or "none"
+    if not rest.endswith(")"):
+        raise ArgumentError(
+            f"{caller} got {argument}={choice!r} without a closing parenthesis; the options are: {known}."
+        )
+    for item in rest[:-1].split(","):
         key, _, text = (part.strip() for part in item.partition("="))
-        known = ", ".join(f"{option}={default}" for option, default in entry.options.items()) or "none"
-        if key not in entry.options:
+        if key not in options:
             raise ArgumentError(f"{caller} got {argument}={choice!r}; the options of {name} are: {known}.")
+        kind = type(entry.options[key])
         try:
-            value = type(entry.options[key])(text)
+            options[key] = kind(text)
         except ValueError:
-            value = -1
-        if value <= 0:
-            raise ArgumentError(f"{caller} got {argument}={choice!r}; {key} takes a number > 0, e.g. {known}.")
-        options[key] = value
+            options[key] = 0
+        if not 0 < options[key] < math.inf:
+            what = "a whole number" if kind is int else "a number"
+            raise ArgumentError(f"{caller} got {argument}={choice!r}; {key} takes {what} > 0, e.g. {known}.")
     return entry, options

@@ -8,7 +8,7 @@ from torch import Tensor
 from orthocond.errors import check_nonnegative, check_square
 from orthocond.linalg._decompose import decompose
 from orthocond.linalg._eigen import symmetric
-from orthocond.linalg._precision import widest
+from orthocond.linalg._precision import at_least_float32, widen
 from orthocond.linalg._roots import default_rtol
 
 __all__ = ["Spectrum", "spectrum", "spectrum_of"]
@@ -45,7 +45,7 @@ def spectrum(A: Tensor, *, eps: float = 0.0, rtol: float | None = None) -> Spect
         rtol: for ``rank`` and ``cond_support``; ``None`` means ``n * finfo(A.dtype).eps``, whatever ``eps`` is.
 
     Returns:
-        A named tuple ``(eigenvalues, rank, cond, cond_support, cond_eps)``.
+        A named tuple ``(eigenvalues, rank, cond, cond_support, cond_eps)``, in float32 at least.
 
     Raises:
         ArgumentError, DtypeError, NonFiniteError, SolverError: as in `matrix_sqrth`.
@@ -59,9 +59,10 @@ def spectrum(A: Tensor, *, eps: float = 0.0, rtol: float | None = None) -> Spect
     check_nonnegative(eps, "eps", "spectrum")
     if rtol is not None:
         check_nonnegative(rtol, "rtol", "spectrum")
-    eigenvalues, _ = decompose(symmetric(A.detach().to(widest(A))), "eigh")
+    eigenvalues, _ = decompose(symmetric(widen(A.detach())), "eigh")
     found = spectrum_of(eigenvalues, eps=eps, rtol=default_rtol(A, rtol))
-    return Spectrum(*(part.to(A.dtype) if part.is_floating_point() else part for part in found))
+    dtype = at_least_float32(A.dtype)  # a condition number is easily too large for a half type
+    return Spectrum(*(part.to(A.device, dtype if part.is_floating_point() else None) for part in found))
 
 
 def spectrum_of(eigenvalues: Tensor, *, eps: float, rtol: float) -> Spectrum:

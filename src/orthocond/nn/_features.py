@@ -1,0 +1,134 @@
+"""Sums, products and linear maps over the samples of a feature map, in the memory layout that it has.
+
+A feature map ``(N, C, *)`` holds a sample for each position of each image. Stored plane by plane (contiguous) it is
+a batch of matrices ``C x L``; stored sample by sample (channels last, or ``(N, C)``) it is one matrix ``M x C``. Both
+are views: nothing is transposed or copied.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Self
+
+import torch
+from torch import Tensor
+
+__all__ = ["Features", "features"]
+
+_LONG = 256
+"""As many positions in an image make a product of their own worth while."""
+
+
+def features(x: Tensor, groups: int) -> "Features":
+    """Return the samples of ``x`` ``(N, C, *)``, the channels in ``groups`` of ``c = C / groups``."""
+    by_plane = x.is_contiguous() and x.shape[2:].numel() > 1
+    return _Planes.view(x, groups) if by_plane else _Rows.view(x, groups)
+
+
+class Features(ABC):
+    """The samples of a feature map; statistics are ``(groups, c)`` and ``(groups, c, c)``."""
+
+    def __init__(self, matrices: Tensor, shape: torch.Size, groups: int) -> None:
+        self.matrices, self.shape, self.groups = matrices, shape, groups
+        self.num_samples = shape[0] * shape[2:].numel()
+
+    @classmethod
+    @abstractmethod
+    def view(cls, x: Tensor, groups: int) -> Self:
+        """Return the samples of ``x``, copied only where its memory is neither layout."""
+
+    @abstractmethod
+    def tensor(self) -> Tensor:
+        """Return the samples as a tensor ``(N, C, *)``."""
+
+    @abstractmethod
+    def sum(self) -> Tensor:
+        """Return the sum of the samples."""
+
+    @abstractmethod
+    def product(self, other: Self) -> Tensor:
+        """Return the sum of ``x y^T`` over the samples."""
+
+    @abstractmethod
+    def map(self, weight: Tensor, bias: Tensor) -> Self:
+        """Return ``weight x + bias`` for every sample; ``weight`` is ``(groups, c, c)`` and ``bias`` ``(groups, c)``."""
+
+    @abstractmethod
+    def add_map_(self, weight: Tensor, other: Self) -> Self:
+        """Add ``weight y`` for every sample ``y`` of ``other``, in place."""
+
+    @abstractmethod
+    def shifted(self, mean: Tensor) -> Self:
+        """Return a copy with ``mean`` subtracted."""
+
+
+class _Planes(Features):
+    """Matrices ``(N * groups, c, L)``."""
+
+    @classmethod
+    def view(cls, x: Tensor, groups: int) -> Self:
+        return cls(x.reshape(x.shape[0] * groups, x.shape[1] // groups, -1), x.shape, groups)
+
+    def tensor(self) -> Tensor:
+        return self.matrices.view(self.shape)
+
+    def sum(self) -> Tensor:
+        return self.matrices.view(self.shape[0], self.groups, *self.matrices.shape[1:]).sum((0, -1))
+
+    def product(self, other: Self) -> Tensor:
+        products = torch.bmm(self.matrices, other.matrices.mT)
+        return products.view(self.shape[0], self.groups, *products.shape[1:]).sum(0)
+
+    def map(self, weight: Tensor, bias: Tensor) -> Self:
+        bias = self._repeated(bias.unsqueeze(-1))
+        return self._like(torch.baddbmm(bias, self._repeated(weight), self.matrices))
+
+    def add_map_(self, weight: Tensor, other: Self) -> Self:
+        self.matrices.baddbmm_(self._repeated(weight), other.matrices)
+        return self
+
+    def shifted(self, mean: Tensor) -> Self:
+        return self._like(self.matrices - self._repeated(mean.unsqueeze(-1)))
+
+    def _repeated(self, statistic: Tensor) -> Tensor:
+        if self.groups == 1:
+            return statistic.expand(self.shape[0], *statistic.shape[1:])
+        return statistic.repeat(self.shape[0], 1, 1)
+
+    def _like(self, matrices: Tensor) -> Self:
+        return type(self)(matrices, self.shape, self.groups)
+
+
+class _Rows(Features):
+    """Matrices ``(groups, M, c)``."""
+
+    @classmethod
+    def view(cls, x: Tensor, groups: int) -> Self:
+        rows = x.movedim(1, -1).reshape(-1, groups, x.shape[1] // groups)
+        return cls(rows.transpose(0, 1), x.shape, groups)
+
+    def tensor(self) -> Tensor:
+        rows = self.matrices.transpose(0, 1).reshape(self.shape[0], *self.shape[2:], self.shape[1])
+        return rows.movedim(-1, 1)
+
+    def sum(self) -> Tensor:
+        return self.matrices.sum(1)
+
+    def product(self, other: Self) -> Tensor:
+        images, positions = self.shape[0], self.shape[2:].numel()
+        if positions < _LONG:
+            return torch.bmm(self.matrices.mT, other.matrices)
+        # Image by image: shorter sums are faster and more accurate than one long one.
+        left, right = (part.matrices.unflatten(1, (images, positions)) for part in (self, other))
+        return (left.mT @ right).sum(1)
+
+    def map(self, weight: Tensor, bias: Tensor) -> Self:
+        return self._like(torch.baddbmm(bias.unsqueeze(1), self.matrices, weight.mT))
+
+    def add_map_(self, weight: Tensor, other: Self) -> Self:
+        self.matrices.baddbmm_(other.matrices, weight.mT)
+        return self
+
+    def shifted(self, mean: Tensor) -> Self:
+        return self._like(self.matrices - mean.unsqueeze(1))
+
+    def _like(self, matrices: Tensor) -> Self:
+        return type(self)(matrices, self.shape, self.groups)

@@ -1,0 +1,257 @@
+"""Decorrelated batch normalisation: ZCA whitening with BatchNorm's signature, semantics and habits."""
+
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from orthocond.errors import ArgumentError, NonFiniteError, check_nonnegative
+from orthocond.linalg._precision import at_least_float32, autocast_off, narrow
+from orthocond.linalg._registry import resolve
+from orthocond.linalg._roots import SOLVERS, roots
+from orthocond.nn._features import features
+from orthocond.nn._meta import MetaLayer
+from orthocond.nn._whitening import Statistics, whiten, whiten_by_autograd
+
+__all__ = ["DecorrelatedBatchNorm1d", "DecorrelatedBatchNorm2d", "DecorrelatedBatchNorm3d"]
+
+RANK_RTOL = 1e-3
+"""What ``rtol=None`` means for the solvers by eigenvalues; chosen by experiment, see docs/whitening.md."""
+
+
+class _DecorrelatedBatchNorm(MetaLayer):
+    _version = 1
+    _dimensions: tuple[int, ...]
+    _layout: str
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: Tensor | None
+    running_whitening: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 0.0,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        groups: int = 1,
+        rtol: float | None = None,
+        solver: str = "eigh",
+        gradient: str = "exact",
+        sync: bool = False,
+        process_group: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        caller = type(self).__name__
+        if num_features < 1 or groups < 1 or num_features % groups:
+            raise ArgumentError(
+                f"{caller} expected groups that divide num_features, got num_features={num_features} and "
+                f"groups={groups}; pass a divisor."
+            )
+        check_nonnegative(eps, "eps", caller)
+        if rtol is not None:
+            check_nonnegative(rtol, "rtol", caller)
+        entry, _ = resolve(SOLVERS, solver, "solver", caller)
+        self.num_features, self.eps, self.momentum, self.groups = num_features, eps, momentum, groups
+        self.affine, self.track_running_stats = affine, track_running_stats
+        self.solver, self.gradient = solver, gradient
+        self.rtol = RANK_RTOL if rtol is None and entry.has_eigenvalues else rtol
+        self.sync, self.process_group = sync, process_group
+        self._root(torch.eye(1, dtype=torch.float64))  # a wrong combination of options shows here, not in training
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        size = num_features // groups
+        for name in ("weight", "bias"):
+            self.register_parameter(name, nn.Parameter(torch.empty(num_features, **factory)) if affine else None)
+        tracked = track_running_stats
+        self.register_buffer("running_mean", torch.empty(num_features, **factory) if tracked else None)
+        self.register_buffer("running_whitening", torch.empty(groups, size, size, **factory) if tracked else None)
+        count = torch.tensor(0, dtype=torch.long, device=device) if tracked else None
+        self.register_buffer("num_batches_tracked", count)
+        self.reset_parameters()
+
+    def reset_running_stats(self) -> None:
+        """Set the running mean to zero, the running whitening matrix to the identity, and the count to zero."""
+        if self.running_mean is None or self.running_whitening is None or self.num_batches_tracked is None:
+            return
+        self.running_mean.zero_()
+        self.running_whitening.copy_(torch.eye(self.running_whitening.shape[-1]).expand_as(self.running_whitening))
+        self.num_batches_tracked.zero_()
+
+    def reset_parameters(self) -> None:
+        """Set the affine part to ones and zeros, and reset the running statistics."""
+        self.reset_running_stats()
+        if self.weight is not None and self.bias is not None:
+            nn.init.ones_(self.weight)
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` ``(N, C, *)`` whitened."""
+        self._check_input(x)
+        with autocast_off(x.device):
+            dtype = at_least_float32(x.dtype)
+            y = self._forward(
+                x.to(dtype), *(None if part is None else part.to(dtype) for part in (self.weight, self.bias))
+            )
+            return narrow(y, x)
+
+    def _forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
+        if not self.training and self.running_mean is not None and self.running_whitening is not None:
+            weight, bias = self.eval_map(x.dtype)
+            return features(x, self.groups).map(weight, bias).tensor()
+        try:
+            if torch.compiler.is_compiling() and not self._is_synchronised():
+                y, statistics = whiten_by_autograd(x, gamma, beta, groups=self.groups, root=self._root)
+            else:
+                y, statistics = whiten(
+                    x,
+                    gamma,
+                    beta,
+                    groups=self.groups,
+                    root=self._root,
+                    process_group=self.process_group,
+                    sync=self._is_synchronised(),
+                )
+        except (ArgumentError, NonFiniteError) as error:
+            raise type(error)(f"{type(self).__name__}({self.num_features}): {error}") from None
+        if self.training:
+            self._keep(statistics)
+        return y
+
+    def eval_map(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """Return weight ``(groups, c, c)`` and bias ``(groups, c)`` of the linear map that the layer is in eval."""
+        if self.running_mean is None or self.running_whitening is None:
+            raise ArgumentError(f"{type(self).__name__} without running statistics is no fixed map; track them.")
+        mean, weight = self.running_mean.to(dtype), self.running_whitening.to(dtype)
+        if self.weight is not None:
+            weight = self.weight.to(dtype).view(self.groups, -1, 1) * weight
+        bias = -(weight @ mean.view(self.groups, -1, 1)).squeeze(-1)
+        if self.bias is not None:
+            bias = bias + self.bias.to(dtype).view(self.groups, -1)
+        return weight, bias
+
+    def _root(self, P: Tensor) -> tuple[Tensor, Tensor | None]:
+        (S,), eigenvalues = roots(
+            type(self).__name__, P, (-0.5,), solver=self.solver, gradient=self.gradient, eps=self.eps, rtol=self.rtol
+        )
+        return S, eigenvalues
+
+    def _is_synchronised(self) -> bool:
+        distributed = torch.distributed
+        return (
+            self.sync
+            and self.training
+            and distributed.is_available()
+            and distributed.is_initialized()
+            and distributed.get_world_size(self.process_group) > 1
+        )
+
+    @torch.no_grad()
+    def _keep(self, statistics: Statistics) -> None:
+        self._keep_spectrum(statistics.covariance, statistics.eigenvalues)
+        if self.running_mean is None or self.running_whitening is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1.0 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(statistics.mean.flatten().to(self.running_mean), momentum)
+        self.running_whitening.lerp_(statistics.whitening.to(self.running_whitening), momentum)
+
+    def _check_input(self, x: Tensor) -> None:
+        caller = type(self).__name__
+        if not x.is_floating_point():
+            raise ArgumentError(f"{caller} expected a floating tensor, got {x.dtype}; convert it, e.g. x.float().")
+        if x.ndim not in self._dimensions or x.shape[1] != self.num_features:
+            raise ArgumentError(
+                f"{caller} expected input {self._layout} with C={self.num_features}, got {tuple(x.shape)}; "
+                "check the layer in front, or num_features."
+            )
+
+    def extra_repr(self) -> str:
+        """Return the arguments, those with their defaults left out where BatchNorm hasn't them."""
+        text = (
+            f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
+            f"track_running_stats={self.track_running_stats}, rtol={self.rtol}"
+        )
+        for name, default in (("groups", 1), ("solver", "eigh"), ("gradient", "exact"), ("sync", False)):
+            if getattr(self, name) != default:
+                text += f", {name}={getattr(self, name)!r}"
+        return text
+
+
+_DOC = """Whitens {what} by the covariance of its channels over the batch, ZCA, with BatchNorm's habits.
+
+    .. math:: y = \\\\gamma \\\\odot P^{{-1/2}} (x - \\\\mu) + \\\\beta
+
+    In training, mean and covariance are those of the batch; in eval, the running mean and the running whitening matrix
+    are used, so the layer is one linear map. Directions in which the features don't vary (a 3x3 convolution from 3 to
+    64 channels has 37 of them) are left at zero instead of being blown up: see ``rtol``.
+
+    *Gradient:* exact, at repeated and zero eigenvalues too, in one function with five products over the features; of
+    the features only the input is kept. Differentiable twice (without ``sync``).
+
+    Args:
+        num_features: the channels ``C``.
+        eps: added to the eigenvalues of the covariance.
+        momentum: weight of the new batch in the running statistics; ``None`` for the mean over all batches.
+        affine: learn a scale (from ones) and a shift (from zeros) for each channel.
+        track_running_stats: keep running statistics for eval; without them eval uses the batch, too.
+        groups: whiten the channels in this many groups instead of all together.
+        rtol: eigenvalues at or below ``rtol`` times the largest are dropped; ``None`` means 1e-3 for the solvers by
+            eigenvalues. The paper's own setting, nothing dropped, is ``eps=1e-2, rtol=0.0``.
+        solver: one of `orthocond.linalg.SOLVERS`.
+        gradient: one of `orthocond.linalg.GRADIENTS`.
+        sync: take mean and covariance over all processes of ``process_group``, with exact gradients: two processes
+            with half a batch each give what one gives with the whole.
+        process_group: the processes that share statistics; ``None`` for all.
+        device: of the parameters and buffers.
+        dtype: of the parameters and buffers.
+
+    Shape: {layout}, contiguous or channels last, to the same.
+
+    Raises:
+        ArgumentError: a wrong shape, groups that don't divide, fewer than two samples in training.
+        NonFiniteError: the features hold NaN or infinity.
+
+    Reference:
+        Huang et al., Decorrelated batch normalization, CVPR 2018; Song, Sebe, Wang 2022, appendix B.1.
+
+    Example:
+        >>> import torch
+        >>> from orthocond.linalg import covariance
+        >>> layer = {name}(3)
+        >>> y = layer(torch.randn({example}))
+        >>> torch.allclose(covariance(y.movedim(1, 0).flatten(1)), torch.eye(3), atol=1e-4)
+        True
+    """
+
+
+class DecorrelatedBatchNorm1d(_DecorrelatedBatchNorm):
+    __doc__ = _DOC.format(
+        what="vectors or sequences",
+        name="DecorrelatedBatchNorm1d",
+        layout="``(N, C)`` or ``(N, C, L)``",
+        example="50, 3",
+    )
+    _dimensions, _layout = (2, 3), "(N, C) or (N, C, L)"
+
+
+class DecorrelatedBatchNorm2d(_DecorrelatedBatchNorm):
+    __doc__ = _DOC.format(
+        what="images", name="DecorrelatedBatchNorm2d", layout="``(N, C, H, W)``", example="8, 3, 5, 5"
+    )
+    _dimensions, _layout = (4,), "(N, C, H, W)"
+
+
+class DecorrelatedBatchNorm3d(_DecorrelatedBatchNorm):
+    __doc__ = _DOC.format(
+        what="volumes", name="DecorrelatedBatchNorm3d", layout="``(N, C, D, H, W)``", example="8, 3, 3, 3, 3"
+    )
+    _dimensions, _layout = (5,), "(N, C, D, H, W)"

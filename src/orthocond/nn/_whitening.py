@@ -1,0 +1,198 @@
+"""Whitening of a feature map as one differentiable function, over one process or several.
+
+With the mean ``m`` and the covariance ``P`` of the samples, ``S = P^(-1/2)`` and an affine part ``gamma, beta``:
+
+    y = W (x - m) + beta,    W = diag(gamma) S
+
+Backward, with the sums ``R = sum g (x - m)^T`` and ``h = sum g`` over the ``M`` samples, and ``E`` the gradient of the
+root with respect to ``P`` for the incoming ``diag(gamma) R``:
+
+    dx = W^T g + (2/M) E (x - m) - (1/M) W^T h,    dgamma = diag(R S),    dbeta = h
+
+That is five products over the features in all, of which only ``x`` is kept for the backward pass.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from orthocond.errors import ArgumentError
+from orthocond.linalg import covariance
+from orthocond.nn._features import Features, features
+
+__all__ = ["Statistics", "whiten", "whiten_by_autograd"]
+
+Root = Callable[[Tensor], tuple[Tensor, Tensor | None]]
+"""From covariances ``(groups, c, c)`` to their inverse roots, differentiable, and their eigenvalues where known."""
+
+# Without centring, a covariance is the difference of two numbers of the size of the squared mean: beyond this ratio
+# to the variance, float32 would lose more than the last two digits.
+_LARGEST_SQUARED_MEAN = 32.0
+
+
+class Statistics(NamedTuple):
+    """What a training step learned about the features: all detached."""
+
+    mean: Tensor
+    """``(groups, c)``"""
+    covariance: Tensor
+    """``(groups, c, c)``"""
+    whitening: Tensor
+    """``(groups, c, c)``"""
+    eigenvalues: Tensor | None
+    """``(groups, c)``, ascending"""
+
+
+def whiten(
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    *,
+    groups: int,
+    root: Root,
+    process_group: Any = None,
+    sync: bool,
+) -> tuple[Tensor, Statistics]:
+    """Return the whitened features and the statistics that whitened them.
+
+    Args:
+        x: features ``(N, C, *)``, float32 or float64.
+        gamma: scale ``(C,)``, or None.
+        beta: shift ``(C,)``, or None.
+        groups: the channels are whitened in this many groups.
+        root: the inverse root.
+        process_group: the processes that share the statistics where ``sync``.
+        sync: take the statistics over all processes of the group.
+    """
+    y, *found = _Whiten.apply(x, gamma, beta, groups, root, process_group, sync)
+    return y, Statistics(*found)
+
+
+def whiten_by_autograd(
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, *, groups: int, root: Root
+) -> tuple[Tensor, Statistics]:
+    """Return the same by plain differentiable operations: slower, but differentiable again and traceable."""
+    channels = x.shape[1]
+    samples = x.movedim(1, 0).reshape(groups, channels // groups, -1)
+    mean = samples.mean(-1)
+    P = covariance(samples)
+    S, eigenvalues = root(P)
+    y = (S @ (samples - mean.unsqueeze(-1))).reshape(channels, x.shape[0], *x.shape[2:]).movedim(0, 1)
+    broadcast = (1, channels) + (1,) * (x.ndim - 2)
+    if gamma is not None:
+        y = y * gamma.view(broadcast)
+    if beta is not None:
+        y = y + beta.view(broadcast)
+    return y, Statistics(mean.detach(), P.detach(), S.detach(), eigenvalues)
+
+
+class _Whiten(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        groups: int,
+        root: Root,
+        process_group: Any,
+        sync: bool,
+    ) -> tuple[Tensor | None, ...]:
+        samples, mean, centre, P, num_samples = _moments(features(x, groups), process_group, sync)
+        # The root's own graph on the small matrices: whatever solver and gradient rule it has.
+        with torch.enable_grad():
+            leaf = P.detach().requires_grad_()
+            S, eigenvalues = root(leaf)
+        whitening = S.detach()
+        W = whitening if gamma is None else gamma.view(groups, -1, 1) * whitening
+        bias = -_times(W, centre)
+        if beta is not None:
+            bias = bias + beta.view(groups, -1)
+        ctx.save_for_backward(x, gamma, beta, mean, centre, W)
+        ctx.root, ctx.graph = root, (leaf, S)
+        ctx.groups, ctx.num_samples, ctx.process_group, ctx.sync = groups, num_samples, process_group, sync
+        statistics = (mean, P, whitening, eigenvalues)
+        ctx.mark_non_differentiable(*(part for part in statistics if part is not None))
+        return samples.map(W, bias).tensor(), *statistics
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, gamma, beta, mean, centre, W = ctx.saved_tensors
+        if torch.is_grad_enabled():  # asked for a graph: by operations that have one
+            return _backward_with_graph(ctx, x, gamma, beta, g)
+        groups = ctx.groups
+        samples = features(x, groups)
+        if centre is not mean:
+            samples = samples.shifted(mean)
+        incoming = type(samples).view(g, groups)
+        h = incoming.sum()
+        R = incoming.product(samples) - h.unsqueeze(-1) * centre.unsqueeze(-2)
+        leaf, S = ctx.graph
+        dgamma = (R * S.detach()).sum(-1).flatten() if ctx.needs_input_grad[1] else None
+        dbeta = h.flatten() if ctx.needs_input_grad[2] else None
+        if not ctx.needs_input_grad[0]:
+            return None, dgamma, dbeta, None, None, None, None
+        if ctx.sync:
+            R, h = _summed([R, h], ctx.process_group)
+        dS = R if gamma is None else gamma.view(groups, -1, 1) * R
+        (E,) = torch.autograd.grad(S, leaf, dS, retain_graph=True)
+        K = (2 / ctx.num_samples) * E
+        dx = samples.map(K, -_times(W.mT, h / ctx.num_samples) - _times(K, centre)).add_map_(W.mT, incoming)
+        return dx.tensor(), dgamma, dbeta, None, None, None, None
+
+
+def _backward_with_graph(
+    ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, g: Tensor
+) -> tuple[Tensor | None, ...]:
+    if ctx.sync:
+        raise RuntimeError("synchronised whitening can't be differentiated twice; pass sync=False for that.")
+    y, _ = whiten_by_autograd(x, gamma, beta, groups=ctx.groups, root=ctx.root)
+    inputs = [part for part, needed in zip((x, gamma, beta), ctx.needs_input_grad, strict=False) if needed]
+    found = iter(torch.autograd.grad(y, inputs, g, create_graph=True))
+    return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None, None, None, None
+
+
+def _moments(samples: Features, process_group: Any, sync: bool) -> tuple[Features, Tensor, Tensor, Tensor, float]:
+    """Return the samples, centred where the accuracy asks for it, and their mean, centre, covariance and number.
+
+    The centre is the mean of the samples as returned: the mean itself, or zero where they have been centred.
+    Covariance, mean and number are those of all processes.
+    """
+    own_sum, num_samples = samples.sum(), float(samples.num_samples)
+    total = own_sum
+    if sync:
+        total, count = _summed([own_sum, own_sum.new_full((1,), num_samples)], process_group)
+        num_samples = count.item()
+    if num_samples < 2:
+        raise ArgumentError(
+            f"expected at least two samples in training, got {int(num_samples)} with an input of shape "
+            f"{tuple(samples.shape)}; use a larger batch, or eval mode."
+        )
+    mean = centre = total / num_samples
+    second = samples.product(samples)
+    squared_mean = samples.num_samples * mean.square().sum()
+    if not squared_mean * (1 + 1 / _LARGEST_SQUARED_MEAN) <= second.diagonal(dim1=-2, dim2=-1).sum():
+        samples, centre = samples.shifted(mean), torch.zeros_like(mean)
+        second = samples.product(samples)
+    else:
+        cross = own_sum.unsqueeze(-1) * mean.unsqueeze(-2)
+        second = second - cross - cross.mT + samples.num_samples * mean.unsqueeze(-1) * mean.unsqueeze(-2)
+    if sync:
+        (second,) = _summed([second], process_group)
+    return samples, mean, centre, second / num_samples, num_samples
+
+
+def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
+    return (matrices @ vectors.unsqueeze(-1)).squeeze(-1)
+
+
+def _summed(parts: list[Tensor], process_group: Any) -> list[Tensor]:
+    """Return the sums of the tensors over all processes, in one exchange."""
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    torch.distributed.all_reduce(flat, group=process_group)
+    return [
+        piece.view(part.shape) for piece, part in zip(flat.split([part.numel() for part in parts]), parts, strict=True)
+    ]
