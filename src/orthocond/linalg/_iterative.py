@@ -29,9 +29,7 @@ def iterative_roots(
 ) -> tuple[Tensor, Tensor]:
     """Return ``(A + eps I)^(1/2)`` and ``(A + eps I)^(-1/2)`` by one of `PAIRS`; a zero matrix has zero roots."""
     with autocast_off(A.device):
-        B = symmetric(lift(A))
-        B = B + eps * _identity_like(B) if eps else B
-        Q, S = _IterativeRoots.apply(B, solver, int(iterations), int(degree))
+        Q, S = _IterativeRoots.apply(lift(A), solver, int(iterations), int(degree), eps)
         return narrow(Q, A), narrow(S, A)
 
 
@@ -77,10 +75,11 @@ PAIRS: Mapping[str, Pair] = {"newton_schulz": newton_schulz_pair, "pade": pade_p
 
 
 class _IterativeRoots(torch.autograd.Function):
-    """``B -> B^(1/2), B^(-1/2)``, scaled to norm 1 inside."""
+    """``A -> B^(1/2), B^(-1/2)`` with ``B = (A + A^T)/2 + eps I``, scaled to norm 1 inside."""
 
     @staticmethod
-    def forward(B: Tensor, solver: str, iterations: int, degree: int) -> tuple[Tensor, Tensor]:
+    def forward(A: Tensor, solver: str, iterations: int, degree: int, eps: float) -> tuple[Tensor, Tensor]:
+        B = symmetric(A) + eps * _identity_like(A)
         if torch.compiler.is_compiling():
             Q, S = _iterate_op(B, solver, iterations, degree)
             return Q, S
@@ -93,9 +92,9 @@ class _IterativeRoots(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Context, GQ: Tensor | None, GS: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Context, GQ: Tensor | None, GS: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
         if GQ is None and GS is None:
-            return None, None, None, None
+            return None, None, None, None, None
         Q, S = ctx.saved_tensors
         with autocast_off(Q.device):
             G = torch.zeros_like(Q)
@@ -107,7 +106,7 @@ class _IterativeRoots(torch.autograd.Function):
             # I - Q S is zero where the roots are inverses, and the null space of a matrix that has none: no gradient.
             null = _identity_like(Q) - Q @ S
             largest = torch.finfo(Q.dtype).max
-            return (X - null @ X @ null.mT).clamp(-largest, largest), None, None, None
+            return (X - null @ X @ null.mT).clamp(-largest, largest), None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:

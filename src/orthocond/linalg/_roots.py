@@ -55,8 +55,8 @@ SOLVERS = frozen(
     Solver(
         "pade",
         "Diagonal Pade approximant of sqrt(1 - z). For x = eigenvalue/norm the relative error of the root is "
-        "2t/(1 - t), t = ((1 - sqrt x)/(1 + sqrt x))^(2 degree + 1): with degree 5 it is 2e-3 at x = 0.1, but 8 at x = 1e-4. The "
-        "iterations are those of the gradient.",
+        "2t/(1 - t), t = ((1 - sqrt x)/(1 + sqrt x))^(2 degree + 1): with degree 5 it is 2e-3 at x = 0.1, but 8 at "
+        "x = 1e-4. The iterations are those of the gradient.",
         "Song, Sebe, Wang, Fast differentiable matrix square root, ICLR 2022",
         {"degree": 5, "iterations": 15},
     ),

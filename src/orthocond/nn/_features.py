@@ -14,7 +14,7 @@ from torch import Tensor
 __all__ = ["Features", "features"]
 
 _LONG = 256
-"""As many positions in an image make a product of their own worth while."""
+"""With as many positions, an image is worth a product of its own."""
 
 
 def features(x: Tensor, groups: int) -> "Features":
@@ -49,7 +49,7 @@ class Features(ABC):
 
     @abstractmethod
     def map(self, weight: Tensor, bias: Tensor) -> Self:
-        """Return ``weight x + bias`` for every sample; ``weight`` is ``(groups, c, c)`` and ``bias`` ``(groups, c)``."""
+        """Return ``weight x + bias`` for every sample, from ``(groups, c, c)`` and ``(groups, c)``."""
 
     @abstractmethod
     def add_map_(self, weight: Tensor, other: Self) -> Self:
@@ -118,7 +118,8 @@ class _Rows(Features):
             return torch.bmm(self.matrices.mT, other.matrices)
         # Image by image: shorter sums are faster and more accurate than one long one.
         left, right = (part.matrices.unflatten(1, (images, positions)) for part in (self, other))
-        return (left.mT @ right).sum(1)
+        products: Tensor = left.mT @ right
+        return products.sum(1)
 
     def map(self, weight: Tensor, bias: Tensor) -> Self:
         return self._like(torch.baddbmm(bias.unsqueeze(1), self.matrices, weight.mT))

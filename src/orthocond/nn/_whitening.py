@@ -150,9 +150,10 @@ def _backward_with_graph(
     if ctx.sync:
         raise RuntimeError("synchronised whitening can't be differentiated twice; pass sync=False for that.")
     y, _ = whiten_by_autograd(x, gamma, beta, groups=ctx.groups, root=ctx.root)
-    inputs = [part for part, needed in zip((x, gamma, beta), ctx.needs_input_grad, strict=False) if needed]
+    inputs = [part for part in (x, gamma, beta) if part is not None and part.requires_grad]
     found = iter(torch.autograd.grad(y, inputs, g, create_graph=True))
-    return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None, None, None, None
+    to_inputs = (next(found) if part is not None and part.requires_grad else None for part in (x, gamma, beta))
+    return *to_inputs, None, None, None, None
 
 
 def _moments(samples: Features, process_group: Any, sync: bool) -> tuple[Features, Tensor, Tensor, Tensor, float]:
@@ -193,6 +194,5 @@ def _summed(parts: list[Tensor], process_group: Any) -> list[Tensor]:
     """Return the sums of the tensors over all processes, in one exchange."""
     flat = torch.cat([part.reshape(-1) for part in parts])
     torch.distributed.all_reduce(flat, group=process_group)
-    return [
-        piece.view(part.shape) for piece, part in zip(flat.split([part.numel() for part in parts]), parts, strict=True)
-    ]
+    pieces = flat.split([part.numel() for part in parts])
+    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
