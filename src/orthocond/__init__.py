@@ -5,8 +5,8 @@ implements and extends *Improving Covariance Conditioning of the SVD Meta-layer 
 (Song, Sebe, Wang, ECCV 2022).
 """
 
-from orthocond import linalg
+from orthocond import linalg, nn
 
-__all__ = ["__version__", "linalg"]
+__all__ = ["__version__", "linalg", "nn"]
 
 __version__ = "0.1.0"

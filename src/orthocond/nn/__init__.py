@@ -1,3 +1,26 @@
-"""Layers."""
+"""Layers that take roots of covariances, orthogonal weights, and the way into and out of a model.
 
+The meta-layers (`DecorrelatedBatchNorm1d`, `DecorrelatedBatchNorm2d`, `DecorrelatedBatchNorm3d`, `CovariancePool2d`,
+`WhiteningColoring2d`) keep the eigenvalues of their last training batch as ``last_eigenvalues``.
+"""
+
+from orthocond.nn._coloring import WhiteningColoring2d, whiten_color
+from orthocond.nn._convert import convert_batchnorm
+from orthocond.nn._fold import fold
 from orthocond.nn._norm import DecorrelatedBatchNorm1d, DecorrelatedBatchNorm2d, DecorrelatedBatchNorm3d
+from orthocond.nn._orthogonal import is_orthogonal, orthogonal_loss, orthogonal_weight
+from orthocond.nn._pool import CovariancePool2d
+
+__all__ = [
+    "CovariancePool2d",
+    "DecorrelatedBatchNorm1d",
+    "DecorrelatedBatchNorm2d",
+    "DecorrelatedBatchNorm3d",
+    "WhiteningColoring2d",
+    "convert_batchnorm",
+    "fold",
+    "is_orthogonal",
+    "orthogonal_loss",
+    "orthogonal_weight",
+    "whiten_color",
+]

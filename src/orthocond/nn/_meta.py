@@ -1,9 +1,11 @@
-"""What every meta-layer has: the eigenvalues of its last training batch."""
+"""What every meta-layer has: the options of its root, and the eigenvalues of its last training batch."""
 
 import torch
 from torch import Tensor, nn
 
+from orthocond.errors import NonFiniteError
 from orthocond.linalg import spectrum
+from orthocond.linalg._roots import roots
 
 __all__ = ["MetaLayer"]
 
@@ -13,6 +15,8 @@ class MetaLayer(nn.Module):
 
     eps: float
     rtol: float | None
+    solver: str
+    gradient: str
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,12 +31,31 @@ class MetaLayer(nn.Module):
         and they are computed when asked for.
         """
         if self._eigenvalues is None and self._covariance is not None:
-            self._keep_spectrum(None, spectrum(self._covariance).eigenvalues.flip(-1))
+            self._eigenvalues = spectrum(self._covariance).eigenvalues.flip(-1)
         return None if self._eigenvalues is None else self._eigenvalues.flip(-1)
 
-    def _keep_spectrum(self, covariance: Tensor | None, eigenvalues: Tensor | None) -> None:
+    def extra_repr(self) -> str:
+        """Return the options of the root, those with their defaults left out."""
+        shown = [f"eps={self.eps}", f"rtol={self.rtol}"]
+        shown += [f"{name}={value!r}" for name, value in (("solver", self.solver), ("gradient", self.gradient))
+                  if value not in ("eigh", "exact")]  # fmt: skip
+        return ", ".join(shown)
+
+    def _root(self, P: Tensor, powers: tuple[float, ...]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Return the roots of covariances, and the eigenvalues where the solver has them."""
+        name = type(self).__name__
+        try:
+            return roots(name, P, powers, solver=self.solver, gradient=self.gradient, eps=self.eps, rtol=self.rtol)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{name}({self.extra_repr()}): {error}") from None
+
+    def _check_options(self) -> None:
+        """Raise for a wrong combination of options now, not in training."""
+        self._root(torch.eye(1, dtype=torch.float64), (0.5,))
+
+    def _keep_spectrum(self, covariance: Tensor, eigenvalues: Tensor | None) -> None:
         """Keep the ascending eigenvalues, or for want of them the covariance."""
-        if torch.compiler.is_exporting():
+        if not self.training or torch.compiler.is_exporting():
             return
         self._eigenvalues = None if eigenvalues is None else eigenvalues.detach()
-        self._covariance = covariance.detach() if covariance is not None and eigenvalues is None else None
+        self._covariance = covariance.detach() if eigenvalues is None else None

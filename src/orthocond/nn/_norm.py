@@ -6,10 +6,10 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from orthocond.errors import ArgumentError, NonFiniteError, check_nonnegative
+from orthocond.errors import ArgumentError
 from orthocond.linalg._precision import at_least_float32, autocast_off, narrow
 from orthocond.linalg._registry import resolve
-from orthocond.linalg._roots import SOLVERS, roots
+from orthocond.linalg._roots import SOLVERS
 from orthocond.nn._features import features
 from orthocond.nn._meta import MetaLayer
 from orthocond.nn._whitening import Statistics, whiten, whiten_by_autograd
@@ -55,16 +55,13 @@ class _DecorrelatedBatchNorm(MetaLayer):
                 f"{caller} expected groups that divide num_features, got num_features={num_features} and "
                 f"groups={groups}; pass a divisor."
             )
-        check_nonnegative(eps, "eps", caller)
-        if rtol is not None:
-            check_nonnegative(rtol, "rtol", caller)
         entry, _ = resolve(SOLVERS, solver, "solver", caller)
         self.num_features, self.eps, self.momentum, self.groups = num_features, eps, momentum, groups
         self.affine, self.track_running_stats = affine, track_running_stats
         self.solver, self.gradient = solver, gradient
         self.rtol = RANK_RTOL if rtol is None and entry.has_eigenvalues else rtol
         self.sync, self.process_group = sync, process_group
-        self._root(torch.eye(1, dtype=torch.float64))  # a wrong combination of options shows here, not in training
+        self._check_options()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         size = num_features // groups
         for name in ("weight", "bias"):
@@ -107,19 +104,19 @@ class _DecorrelatedBatchNorm(MetaLayer):
             return features(x, self.groups).map(weight, bias).tensor()
         try:
             if torch.compiler.is_compiling() and not self._is_synchronised():
-                y, statistics = whiten_by_autograd(x, gamma, beta, groups=self.groups, root=self._root)
+                y, statistics = whiten_by_autograd(x, gamma, beta, groups=self.groups, root=self._inverse_root)
             else:
                 y, statistics = whiten(
                     x,
                     gamma,
                     beta,
                     groups=self.groups,
-                    root=self._root,
+                    root=self._inverse_root,
                     process_group=self.process_group,
                     sync=self._is_synchronised(),
                 )
-        except (ArgumentError, NonFiniteError) as error:
-            raise type(error)(f"{type(self).__name__}({self.num_features}): {error}") from None
+        except ArgumentError as error:
+            raise ArgumentError(f"{type(self).__name__}({self.num_features}): {error}") from None
         if self.training:
             self._keep(statistics)
         return y
@@ -136,10 +133,8 @@ class _DecorrelatedBatchNorm(MetaLayer):
             bias = bias + self.bias.to(dtype).view(self.groups, -1)
         return weight, bias
 
-    def _root(self, P: Tensor) -> tuple[Tensor, Tensor | None]:
-        (S,), eigenvalues = roots(
-            type(self).__name__, P, (-0.5,), solver=self.solver, gradient=self.gradient, eps=self.eps, rtol=self.rtol
-        )
+    def _inverse_root(self, P: Tensor) -> tuple[Tensor, Tensor | None]:
+        (S,), eigenvalues = self._root(P, (-0.5,))
         return S, eigenvalues
 
     def _is_synchronised(self) -> bool:
@@ -175,14 +170,14 @@ class _DecorrelatedBatchNorm(MetaLayer):
             )
 
     def extra_repr(self) -> str:
-        """Return the arguments, those with their defaults left out where BatchNorm hasn't them."""
+        """Return the arguments, those beyond BatchNorm's left out where they have their defaults."""
         text = (
-            f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
-            f"track_running_stats={self.track_running_stats}, rtol={self.rtol}"
+            f"{self.num_features}, momentum={self.momentum}, affine={self.affine}, "
+            f"track_running_stats={self.track_running_stats}, {super().extra_repr()}"
         )
-        for name, default in (("groups", 1), ("solver", "eigh"), ("gradient", "exact"), ("sync", False)):
+        for name, default in (("groups", 1), ("sync", False)):
             if getattr(self, name) != default:
-                text += f", {name}={getattr(self, name)!r}"
+                text += f", {name}={getattr(self, name)}"
         return text
 
 

@@ -1,0 +1,87 @@
+"""Whitening and colouring: give one feature map the mean and covariance of another."""
+
+from torch import Tensor
+
+from orthocond.errors import ArgumentError
+from orthocond.linalg import covariance
+from orthocond.nn._meta import MetaLayer
+
+__all__ = ["WhiteningColoring2d", "whiten_color"]
+
+
+class WhiteningColoring2d(MetaLayer):
+    r"""Whitens the content's features and colours them with the style's, image by image.
+
+    .. math:: y = P_s^{1/2} P_c^{-1/2} (x - \mu_c) + \mu_s
+
+    where :math:`P_c, \mu_c` are covariance and mean of the content's channels and :math:`P_s, \mu_s` those of the
+    style's. Directions in which the content does not vary stay at the style's mean.
+
+    *Gradient:* exact with respect to both, finite for singular covariances.
+
+    Args:
+        eps: added to the eigenvalues of both covariances.
+        rtol: eigenvalues at or below ``rtol`` times the largest are dropped; ``None`` as in `matrix_sqrth`.
+        solver: one of `orthocond.linalg.SOLVERS`.
+        gradient: one of `orthocond.linalg.GRADIENTS`.
+
+    Shape: content ``(B, C, H, W)`` and style ``(B, C, H', W')`` to ``(B, C, H, W)``; a style ``(1, C, H', W')`` serves
+    the whole batch. ``last_eigenvalues`` are those of the content.
+
+    Raises:
+        ArgumentError: shapes that don't fit, a wrong option.
+        NonFiniteError: features hold NaN or infinity.
+
+    Reference:
+        Li et al., Universal style transfer via feature transforms, NeurIPS 2017.
+
+    Example:
+        >>> import torch
+        >>> content, style = torch.randn(2, 4, 8, 8), 3 + 2 * torch.randn(1, 4, 16, 16)
+        >>> y = WhiteningColoring2d()(content, style)
+        >>> torch.allclose(covariance(y.flatten(2)), covariance(style.flatten(2)), atol=1e-4)
+        True
+    """
+
+    def __init__(
+        self, *, eps: float = 0.0, rtol: float | None = None, solver: str = "eigh", gradient: str = "exact"
+    ) -> None:
+        super().__init__()
+        self.eps, self.rtol, self.solver, self.gradient = eps, rtol, solver, gradient
+        self._check_options()
+
+    def forward(self, content: Tensor, style: Tensor) -> Tensor:
+        """Return the content's features with the style's mean and covariance."""
+        fits = content.ndim == style.ndim == 4 and content.shape[1] == style.shape[1]
+        if not fits or style.shape[0] not in (1, content.shape[0]):
+            raise ArgumentError(
+                "WhiteningColoring2d expected content (B, C, H, W) and style (B, C, H', W') or (1, C, H', W'), got "
+                f"{tuple(content.shape)} and {tuple(style.shape)}; take both from the same layer."
+            )
+        x, z = content.flatten(2), style.flatten(2)
+        P = covariance(x)
+        (whitening,), eigenvalues = self._root(P, (-0.5,))
+        self._keep_spectrum(P, eigenvalues)
+        (coloring,), _ = self._root(covariance(z), (0.5,))
+        y = (coloring @ whitening) @ (x - x.mean(-1, keepdim=True)) + z.mean(-1, keepdim=True)
+        return y.reshape(content.shape)
+
+
+def whiten_color(
+    content: Tensor,
+    style: Tensor,
+    *,
+    eps: float = 0.0,
+    rtol: float | None = None,
+    solver: str = "eigh",
+    gradient: str = "exact",
+) -> Tensor:
+    """Return ``content`` ``(B, C, H, W)`` with the mean and covariance of ``style``, as `WhiteningColoring2d` does.
+
+    Example:
+        >>> import torch
+        >>> whiten_color(torch.randn(1, 3, 8, 8), torch.randn(1, 3, 9, 9)).shape
+        torch.Size([1, 3, 8, 8])
+    """
+    layer = WhiteningColoring2d(eps=eps, rtol=rtol, solver=solver, gradient=gradient)
+    return layer.forward(content, style)

@@ -1,0 +1,197 @@
+"""Orthogonal weights: by parametrization, by loss, and the test whether they are."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from orthocond.errors import ArgumentError, check_choice, check_matrix
+from orthocond.linalg._kernels import kernel_matrix, matrix_kernel
+from orthocond.linalg._precision import autocast_off, lift, narrow
+from orthocond.nn._skew import SkewOrthogonalConv2d
+
+__all__ = ["OrthogonalKernel", "is_orthogonal", "orthogonal_loss", "orthogonal_weight"]
+
+_KINDS = ("kernel", "operator")
+
+
+def orthogonal_weight(module: nn.Module, name: str = "weight", *, kind: str = "kernel") -> nn.Module:
+    r"""Make the weight of a layer orthogonal, now and through all training.
+
+    ``kind="kernel"`` puts a parametrization on the flattened kernel ``(out, in * k)``: with the tensor :math:`W` that
+    is trained,
+
+    .. math:: \exp(W - W^T)
+
+    has orthonormal columns (rows where it is wide; a rectangular :math:`W` stands in the first columns of a square one
+    with zeros). It is a `torch.nn.utils.parametrize` parametrization, so ``parametrize.cached()`` and
+    ``parametrize.remove_parametrizations`` work on it. A weight that is orthogonal already stays as it is; any other
+    becomes the :math:`W` of the formula.
+
+    ``kind="operator"`` makes the convolution orthogonal as a map of images, the norm of which it preserves: the
+    exponential of a skew-symmetric convolution by its series. It is for ``nn.Conv2d`` with "same" padding (stride 2
+    becomes a rearrangement of pixels into channels) and gives the layer a weight of another shape.
+
+    Call it before the optimizer is made: what is trained is a new parameter.
+
+    Args:
+        module: a linear layer or a convolution, changed in place.
+        name: of the weight.
+        kind: ``"kernel"`` or ``"operator"``.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ArgumentError: no such weight, no matrix, an unknown kind, or a convolution that can't be an operator.
+
+    Reference:
+        Song, Sebe, Wang 2022, eq. 13; Singla and Feizi, Skew orthogonal convolutions, ICML 2021.
+
+    Example:
+        >>> conv = orthogonal_weight(nn.Conv2d(3, 64, 3))
+        >>> is_orthogonal(conv.weight)
+        True
+    """
+    check_choice(kind, _KINDS, "kind", "orthogonal_weight")
+    weight = getattr(module, name, None)
+    if not isinstance(weight, Tensor):
+        raise ArgumentError(
+            f"orthogonal_weight found no tensor {name!r} in {type(module).__name__}; "
+            "pass a linear layer or a convolution."
+        )
+    check_matrix(weight, "orthogonal_weight")
+    if parametrize.is_parametrized(module, name):
+        raise ArgumentError(
+            f"orthogonal_weight found a parametrization on {name!r} already; remove it first, with "
+            "torch.nn.utils.parametrize.remove_parametrizations."
+        )
+    if kind == "operator":
+        return SkewOrthogonalConv2d.take_over(module, name)
+    transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
+    kernel = OrthogonalKernel(weight, groups=getattr(module, "groups", 1), transposed=transposed)
+    return parametrize.register_parametrization(module, name, kernel)
+
+
+class OrthogonalKernel(nn.Module):
+    """The parametrization ``W -> exp(W - W^T)`` of a flattened kernel, turned so that it starts where it should."""
+
+    base: Tensor
+    tau: Tensor
+    signs: Tensor
+
+    def __init__(self, weight: Tensor, *, groups: int = 1, transposed: bool = False) -> None:
+        super().__init__()
+        self.layout: dict[str, Any] = {"groups": groups, "transposed": transposed}
+        frame = _tall(kernel_matrix(weight.detach(), **self.layout))
+        # Householder reflectors of the orthogonal matrix in front of the exponential: none, that is the identity.
+        self.register_buffer("base", torch.zeros_like(frame))
+        self.register_buffer("tau", torch.zeros_like(frame[..., 0, :]))
+        self.register_buffer("signs", torch.ones_like(frame[..., 0, :]))
+
+    def forward(self, W: Tensor) -> Tensor:
+        """Return the orthogonal weight."""
+        with autocast_off(W.device):
+            matrix = lift(kernel_matrix(W, **self.layout))
+            frame = _exponential_frame(_tall(matrix))
+            base, tau = self.base.to(frame), self.tau.to(frame)
+            frame = torch.ormqr(base, tau, frame) * self.signs.to(frame).unsqueeze(-2)
+            frame = frame if matrix.shape[-2] >= matrix.shape[-1] else frame.mT
+            return narrow(matrix_kernel(frame, W, **self.layout), W)
+
+    @torch.no_grad()
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """Return the tensor to train: zero, and the base set, for an orthogonal weight; the weight itself otherwise."""
+        matrix = kernel_matrix(weight, **self.layout)
+        frame = _tall(lift(matrix))
+        if not _is_frame(frame, None):
+            self.base.zero_()
+            self.tau.zero_()
+            self.signs.fill_(1)
+            return weight
+        base, tau = torch.geqrf(frame)
+        self.base.copy_(base)
+        self.tau.copy_(tau)
+        self.signs.copy_(base.diagonal(dim1=-2, dim2=-1).sign())
+        return torch.zeros_like(weight)
+
+
+def orthogonal_loss(weight: Tensor) -> Tensor:
+    r"""Return how far the rows of the flattened kernel ``(out, in * k)`` are from orthonormal.
+
+    .. math:: \| W W^T - I \|_F
+
+    *Gradient:* :math:`2 (W W^T - I) W / \|W W^T - I\|_F`, and zero at an orthogonal weight. A tall kernel can't have
+    orthonormal rows; its loss is least, ``sqrt(out - in * k)``, where the columns are.
+
+    Args:
+        weight: ``(out, in)`` or ``(out, in, *k)``.
+
+    Returns:
+        A scalar.
+
+    Reference:
+        Song, Sebe, Wang 2022, eq. 12.
+
+    Example:
+        >>> orthogonal_loss(torch.eye(3)).item()
+        0.0
+    """
+    check_matrix(weight, "orthogonal_loss")
+    with autocast_off(weight.device):
+        W = lift(weight.flatten(1))
+        identity = torch.eye(len(W), dtype=W.dtype, device=W.device)
+        loss: Tensor = torch.linalg.vector_norm(W @ W.mT - identity)
+        return loss.to(weight.dtype)
+
+
+def is_orthogonal(weight: Tensor, *, atol: float | None = None) -> bool:
+    """Return whether the rows or the columns (the fewer) of the flattened kernel ``(out, in * k)`` are orthonormal.
+
+    Args:
+        weight: ``(out, in)`` or ``(out, in, *k)``.
+        atol: how far an inner product may be off; ``None`` for ten times the rounding of a sum of that length.
+
+    Example:
+        >>> is_orthogonal(torch.eye(3, 5)), is_orthogonal(torch.ones(3, 5))
+        (True, False)
+    """
+    check_matrix(weight, "is_orthogonal")
+    return _is_frame(_tall(lift(weight.detach().flatten(1))), atol if atol is not None else _rounding(weight))
+
+
+def _rounding(weight: Tensor) -> float:
+    return float(10 * max(weight.shape[0], weight[0].numel()) ** 0.5 * torch.finfo(weight.dtype).eps)
+
+
+def _is_frame(frame: Tensor, atol: float | None) -> bool:
+    gram = frame.mT @ frame
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    tolerance = 10 * frame.shape[-2] ** 0.5 * torch.finfo(frame.dtype).eps if atol is None else atol
+    return bool(((gram - identity).abs() <= tolerance).all())
+
+
+def _tall(matrix: Tensor) -> Tensor:
+    return matrix if matrix.shape[-2] >= matrix.shape[-1] else matrix.mT
+
+
+def _exponential_frame(W: Tensor) -> Tensor:
+    """Return the first ``k`` columns of ``exp(A)``, ``A = [W 0] - [W 0]^T``, for ``W`` ``(..., n, k)``, ``n >= k``.
+
+    With ``W = [W1; W2]``, ``A`` maps ``[a; W2 b]`` to ``[(W1 - W1^T) a - W2^T W2 b; W2 a]``, so for ``n > 2k`` the
+    columns are found from the exponential of a matrix of size ``2k``. A factor ``c`` between its halves balances it.
+    """
+    n, k = W.shape[-2:]
+    if n <= 2 * k:
+        square = nn.functional.pad(W, (0, n - k))
+        frame: Tensor = torch.linalg.matrix_exp(square - square.mT)[..., :k]
+        return frame
+    W1, W2 = W[..., :k, :], W[..., k:, :]
+    C = W2.mT @ W2
+    c = torch.linalg.matrix_norm(C.detach(), keepdim=True).sqrt().clamp(min=torch.finfo(W.dtype).tiny ** 0.5)
+    identity = torch.eye(k, dtype=W.dtype, device=W.device).expand_as(C)
+    top = torch.cat([W1 - W1.mT, -C / c], -1)
+    bottom = torch.cat([c * identity, torch.zeros_like(C)], -1)
+    columns = torch.linalg.matrix_exp(torch.cat([top, bottom], -2))[..., :k]
+    return torch.cat([columns[..., :k, :], W2 @ (columns[..., k:, :] / c)], -2)

@@ -1,0 +1,73 @@
+"""Global covariance pooling."""
+
+import torch
+from torch import Tensor
+
+from orthocond.errors import ArgumentError
+from orthocond.linalg import covariance
+from orthocond.nn._meta import MetaLayer
+
+__all__ = ["CovariancePool2d"]
+
+
+class CovariancePool2d(MetaLayer):
+    r"""Pools images to the square root of the covariance of their channels.
+
+    .. math:: Q = (X J X^T + \epsilon I)^{1/2}, \quad X \in \mathbb{R}^{C \times HW}
+
+    The descriptor of the classifier in place of average pooling: it holds how the channels vary together.
+
+    *Gradient:* exact, and finite when there are fewer positions than channels (``H W < C``), where the covariance is
+    singular: its null space maps to zero, in the gradient too.
+
+    Args:
+        vectorize: return the upper triangle ``(B, C (C + 1) / 2)`` instead of the matrices ``(B, C, C)``.
+        eps: added to the eigenvalues.
+        rtol: eigenvalues at or below ``rtol`` times the largest are dropped; ``None`` as in `matrix_sqrth`.
+        solver: one of `orthocond.linalg.SOLVERS`.
+        gradient: one of `orthocond.linalg.GRADIENTS`.
+
+    Shape: ``(B, C, H, W)`` to ``(B, C (C + 1) / 2)`` or ``(B, C, C)``.
+
+    Raises:
+        ArgumentError: a wrong shape or option.
+        NonFiniteError: the features hold NaN or infinity.
+
+    Reference:
+        Li et al., Is second-order information helpful for large-scale visual recognition?, ICCV 2017; Song, Sebe, Wang
+        2022, eqs. 2 and 4 and appendix B.2.
+
+    Example:
+        >>> import torch
+        >>> CovariancePool2d()(torch.randn(2, 8, 5, 5)).shape
+        torch.Size([2, 36])
+    """
+
+    def __init__(
+        self,
+        *,
+        vectorize: bool = True,
+        eps: float = 0.0,
+        rtol: float | None = None,
+        solver: str = "eigh",
+        gradient: str = "exact",
+    ) -> None:
+        super().__init__()
+        self.vectorize, self.eps, self.rtol, self.solver, self.gradient = vectorize, eps, rtol, solver, gradient
+        self._check_options()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the descriptors of ``x`` ``(B, C, H, W)``."""
+        if x.ndim != 4:
+            raise ArgumentError(f"CovariancePool2d expected input (B, C, H, W), got {tuple(x.shape)}; pass features.")
+        P = covariance(x.flatten(2))
+        (Q,), eigenvalues = self._root(P, (0.5,))
+        self._keep_spectrum(P, eigenvalues)
+        if not self.vectorize:
+            return Q
+        row, column = torch.triu_indices(Q.shape[-2], Q.shape[-1], device=Q.device)
+        return Q[:, row, column]
+
+    def extra_repr(self) -> str:
+        """Return the options."""
+        return f"vectorize={self.vectorize}, {super().extra_repr()}"

@@ -1,0 +1,98 @@
+"""The skew orthogonal convolution: orthogonal as a map of images."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from orthocond.errors import ArgumentError
+
+__all__ = ["SkewOrthogonalConv2d"]
+
+
+class SkewOrthogonalConv2d(nn.Conv2d):
+    r"""A convolution that preserves the norm of images: the exponential of a skew-symmetric convolution.
+
+    From the kernel :math:`M` that is trained, :math:`L = M - M^T` (channels exchanged, taps reversed) is a
+    skew-symmetric map of images with :math:`C = \max(in \cdot s^2, out)` channels, so
+
+    .. math:: \exp(L) x = x + L x + \tfrac{1}{2} L^2 x + \dots
+
+    is orthogonal. Channels that the input lacks are zeros, those beyond the output's are left out, and a stride
+    :math:`s` first moves the pixels of ``s x s`` blocks into channels. With at least as many output channels as (moved)
+    input channels the norm is preserved exactly; with fewer it can only fall.
+
+    The series is summed for :math:`L/m` and applied :math:`m` times, with :math:`m` from a bound of its norm, so that
+    it converges to float32 rounding. Compiled or exported, the layer keeps the :math:`m` of its last eager call.
+
+    Reference:
+        Singla and Feizi, Skew orthogonal convolutions, ICML 2021; the bound: Singla and Feizi, Fantastic four: bounds
+        on the singular values of convolution layers, ICLR 2021.
+    """
+
+    num_terms = 10
+    """The terms of the series; the next one is at most ``1 / 11!``, 3e-8, of the input."""
+    num_repeats = 4
+    """How often the exponential of the divided kernel is applied."""
+
+    @classmethod
+    def take_over(cls, module: nn.Module, name: str = "weight") -> "SkewOrthogonalConv2d":
+        """Turn a plain convolution into a skew orthogonal one, in place, with a fresh kernel.
+
+        Raises:
+            ArgumentError: it is not an ``nn.Conv2d`` that maps an image to one of the same size (over the stride).
+        """
+        if type(module) is not nn.Conv2d or name != "weight":
+            raise ArgumentError(
+                f"kind='operator' expected the weight of an nn.Conv2d, got {type(module).__name__}.{name}."
+            )
+        size, stride = module.kernel_size, module.stride
+        odd_and_same = all(k % 2 and p == k // 2 for k, p in zip(size, _padding(module), strict=True))
+        if not odd_and_same or stride[0] != stride[1] or module.groups != 1 or set(module.dilation) != {1}:
+            raise ArgumentError(
+                "kind='operator' expected an odd kernel with padding k // 2, equal strides, no groups and no dilation, "
+                f"got {module}; use kind='kernel'."
+            )
+        channels = max(module.in_channels * stride[0] ** 2, module.out_channels)
+        weight = module.weight.new_empty(channels, channels, *size)
+        nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        module.weight = nn.Parameter(weight)
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        return module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the image ``(N, out, H / s, W / s)`` of ``x`` ``(N, in, H, W)``."""
+        stride = self.stride[0]
+        if x.shape[-1] % stride or x.shape[-2] % stride:
+            raise ArgumentError(f"an orthogonal stride of {stride} expected images it divides, got {tuple(x.shape)}.")
+        x = nn.functional.pixel_unshuffle(x, stride) if stride > 1 else x
+        x = nn.functional.pad(x, (0, 0, 0, 0, 0, len(self.weight) - x.shape[1]))
+        kernel = self.weight - self.weight.flip(-1, -2).transpose(0, 1)
+        if not torch.compiler.is_compiling():
+            self.num_repeats = max(1, math.ceil(_norm_bound(kernel.detach())))
+        kernel = kernel / self.num_repeats
+        for _ in range(self.num_repeats):
+            term = x
+            for k in range(1, self.num_terms + 1):
+                term = self._convolve(term, kernel) / k
+                x = x + term
+        x = x[:, : self.out_channels]
+        return x if self.bias is None else x + self.bias.view(-1, 1, 1)
+
+    def _convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        padding = _padding(self)
+        if self.padding_mode != "zeros":
+            x = nn.functional.pad(x, (padding[1], padding[1], padding[0], padding[0]), mode=self.padding_mode)
+            padding = (0, 0)
+        return nn.functional.conv2d(x, kernel.to(x), padding=padding)
+
+
+def _padding(module: nn.Conv2d) -> tuple[int, ...]:
+    return tuple(k // 2 for k in module.kernel_size) if module.padding == "same" else tuple(module.padding)  # type: ignore[arg-type]
+
+
+def _norm_bound(kernel: Tensor) -> float:
+    """Return an upper bound of the convolution's norm, from the matrix ``(out, in * k)`` and the number of taps."""
+    matrix = kernel.flatten(1).double()
+    return math.sqrt(kernel[0, 0].numel() * float(torch.linalg.eigvalsh(matrix @ matrix.mT)[-1]))
