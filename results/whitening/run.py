@@ -4,8 +4,8 @@
 
 CIFAR_DIR holds train.parquet and test.parquet in the hub's layout. Each finished run adds a line to runs.jsonl beside
 this file; runs that are there already are not repeated. One training serves all running statistics, because they
-don't act on it: after it the same network is tested (on the first 5,000 test images) with the statistics of the test batch, with the running whitening
-matrix, and with the whitening matrix of the running covariance.
+don't act on it: after it the same network is tested, on the first 5,000 test images, with the statistics of the test
+batch, with the running whitening matrix, and with the whitening matrix of the running covariance.
 """
 
 import argparse

@@ -65,7 +65,7 @@ class _Planes(Features):
 
     @classmethod
     def view(cls, x: Tensor, groups: int) -> Self:
-        return cls(x.reshape(x.shape[0] * groups, x.shape[1] // groups, -1), x.shape, groups)
+        return cls(x.reshape(x.shape[0] * groups, x.shape[1] // groups, x.shape[2:].numel()), x.shape, groups)
 
     def tensor(self) -> Tensor:
         return self.matrices.view(self.shape)
@@ -102,7 +102,7 @@ class _Rows(Features):
 
     @classmethod
     def view(cls, x: Tensor, groups: int) -> Self:
-        rows = x.movedim(1, -1).reshape(-1, groups, x.shape[1] // groups)
+        rows = x.movedim(1, -1).reshape(x.shape[0] * x.shape[2:].numel(), groups, x.shape[1] // groups)
         return cls(rows.transpose(0, 1), x.shape, groups)
 
     def tensor(self) -> Tensor:

@@ -3,7 +3,7 @@
 import copy
 from collections import Counter
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.fx
@@ -50,8 +50,7 @@ def fold(module: M) -> M:
     folded = copy.deepcopy(module).eval()
     for layer in folded.modules():
         if parametrize.is_parametrized(layer):
-            for name in list(layer.parametrizations):  # type: ignore[arg-type]
-                parametrize.remove_parametrizations(layer, name, leave_parametrized=True)
+            _leave_weights(layer)
     if isinstance(folded, _DecorrelatedBatchNorm):
         return _as_layer(folded)  # type: ignore[return-value]
     in_front = _layers_in_front(folded)
@@ -66,6 +65,18 @@ def fold(module: M) -> M:
             replacement = _as_layer(layer)
         setattr(folded.get_submodule(parent), child, replacement)
     return folded
+
+
+def _leave_weights(layer: Any) -> None:
+    """Replace the parametrizations of a copied layer by the weights that they give.
+
+    `parametrize.remove_parametrizations` would take the weight from the class, which the original still uses.
+    """
+    weights = {name: getattr(layer, name).detach().clone() for name in layer.parametrizations}
+    layer.__class__ = parametrize.type_before_parametrizations(layer)
+    del layer.parametrizations
+    for name, weight in weights.items():
+        layer.register_parameter(name, nn.Parameter(weight))
 
 
 def _layers_in_front(model: nn.Module) -> dict[nn.Module, nn.Module]:
@@ -114,10 +125,9 @@ class _Tracer(torch.fx.Tracer):
         return isinstance(m, _DecorrelatedBatchNorm) or super().is_leaf_module(m, module_qualified_name)
 
 
-def _multiply_into(layer: nn.Module, norm: _DecorrelatedBatchNorm) -> None:
+def _multiply_into(layer: Any, norm: _DecorrelatedBatchNorm) -> None:
     """Change the linear layer so that it does what it and the whitening behind it did."""
     old = layer.weight
-    assert isinstance(old, Tensor)
     weight, shift = (part.double() for part in norm.eval_map())
     dense = torch.block_diag(*weight)
     transposed = isinstance(layer, nn.modules.conv._ConvTransposeNd)
@@ -138,7 +148,7 @@ def _multiply_into(layer: nn.Module, norm: _DecorrelatedBatchNorm) -> None:
         layer.groups = 1
     shift = shift.flatten()
     if layer.bias is not None:
-        shift = shift + dense @ layer.bias.double()  # type: ignore[operator]
+        shift = shift + dense @ layer.bias.double()
     layer.bias = nn.Parameter(shift.to(old))
 
 

@@ -1,0 +1,207 @@
+"""Orthogonal weights by parametrization, by operator, by loss, and the predicate."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from orthocond.errors import ArgumentError
+from orthocond.linalg._kernels import kernel_matrix, matrix_kernel
+from orthocond.nn import is_orthogonal, orthogonal_loss, orthogonal_weight
+
+from cases import noise, rotation
+
+LAYERS = {
+    "square": lambda: nn.Linear(6, 6),
+    "wide": lambda: nn.Linear(9, 4),
+    "tall": lambda: nn.Linear(4, 9),
+    "very tall": lambda: nn.Linear(3, 40),
+    "very wide": lambda: nn.Conv2d(16, 5, 3),
+    "stem": lambda: nn.Conv2d(3, 64, 3),
+    "grouped": lambda: nn.Conv2d(8, 12, 3, groups=4),
+    "transposed": lambda: nn.ConvTranspose2d(4, 6, 3),
+    "transposed and grouped": lambda: nn.ConvTranspose1d(4, 6, 3, groups=2),
+    "conv3d": lambda: nn.Conv3d(2, 3, 2),
+}
+
+
+def matrix_of(layer):
+    transposed = isinstance(layer, nn.modules.conv._ConvTransposeNd)
+    return kernel_matrix(layer.weight.detach(), groups=getattr(layer, "groups", 1), transposed=transposed)
+
+
+def is_frame(matrix, atol=1e-5):
+    gram = matrix @ matrix.mT if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT @ matrix
+    return torch.allclose(gram, torch.eye(gram.shape[-1]).expand_as(gram), atol=atol)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_weight_is_orthogonal_and_trains(name):
+    layer = orthogonal_weight(LAYERS[name]())
+    assert is_frame(matrix_of(layer))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    target = torch.randn_like(layer.weight)
+    losses = []
+    for _ in range(20):
+        loss = (layer.weight - target).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert is_frame(matrix_of(layer))
+
+
+def test_a_square_weight_is_the_papers_formula():
+    layer = nn.Linear(5, 5)
+    W = layer.weight.detach().clone()
+    orthogonal_weight(layer)
+    assert torch.allclose(layer.weight, torch.linalg.matrix_exp(W - W.T), atol=1e-6)
+    assert torch.equal(layer.parametrizations.weight.original, W)
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (12, 5), (5, 7), (5, 12), (30, 3)])
+def test_a_rectangular_weight_stands_in_a_square_one(shape):
+    layer = nn.Linear(shape[1], shape[0]).double()
+    W = layer.weight.detach().clone()
+    orthogonal_weight(layer)
+    tall = W if shape[0] >= shape[1] else W.T
+    square = nn.functional.pad(tall, (0, tall.shape[0] - tall.shape[1]))
+    expected = torch.linalg.matrix_exp(square - square.T)[:, : tall.shape[1]]
+    assert torch.allclose(layer.weight, expected if tall is W else expected.T, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (7, 3), (3, 8)])
+def test_gradcheck_of_the_parametrization(shape):
+    layer = orthogonal_weight(nn.Linear(shape[1], shape[0]).double())
+    kernel = layer.parametrizations.weight[0]
+    assert torch.autograd.gradcheck(kernel, noise(*shape, dtype=torch.float64).requires_grad_())
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (9, 4), (4, 9)])
+def test_an_orthogonal_weight_stays_as_it_is(shape):
+    layer = nn.Linear(shape[1], shape[0])
+    frame = rotation(9)[: shape[0], : shape[1]] if shape != (6, 6) else rotation(6)
+    frame = torch.linalg.qr(frame if shape[0] >= shape[1] else frame.T).Q
+    frame = (frame if shape[0] >= shape[1] else frame.T).float()
+    layer.weight.data.copy_(frame)
+    orthogonal_weight(layer)
+    assert torch.allclose(layer.weight, frame, atol=1e-6)
+    layer.weight = -frame
+    assert torch.allclose(layer.weight, -frame, atol=1e-6)
+    assert is_frame(matrix_of(layer))
+
+
+def test_parametrize_utilities_copies_and_state():
+    layer = orthogonal_weight(nn.Conv2d(3, 8, 3))
+    layer.weight = torch.linalg.qr(torch.randn(27, 8)).Q.T.reshape(8, 3, 3, 3)
+    weight = layer.weight.detach().clone()
+    with parametrize.cached():
+        assert layer.weight is layer.weight
+    for other in (copy.deepcopy(layer), orthogonal_weight(nn.Conv2d(3, 8, 3))):
+        other.load_state_dict(layer.state_dict())
+        assert torch.allclose(other.weight, weight, atol=1e-6)
+    parametrize.remove_parametrizations(layer, "weight")
+    assert torch.equal(layer.weight, weight)
+    assert type(layer) is nn.Conv2d
+
+
+@pytest.mark.parametrize("channels", [(4, 4), (3, 8), (8, 3)])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("mode", ["zeros", "circular"])
+def test_operator_preserves_the_norm_of_images(channels, stride, mode):
+    layer = nn.Conv2d(*channels, 3, stride=stride, padding=1, bias=False, padding_mode=mode)
+    orthogonal_weight(layer, kind="operator")
+    nn.init.normal_(layer.weight, std=0.3)
+    x = noise(5, channels[0], 8, 8)
+    y = layer(x)
+    assert y.shape == (5, channels[1], 8 // stride, 8 // stride)
+    before, after = (torch.linalg.vector_norm(z.flatten(1), dim=1) for z in (x, y))
+    if channels[1] >= channels[0] * stride**2:
+        assert torch.allclose(before, after, rtol=1e-4)
+    else:
+        assert (after <= 1.0001 * before).all()
+
+
+def test_operator_is_orthogonal_as_a_matrix_and_trains():
+    layer = orthogonal_weight(nn.Conv2d(2, 2, 3, padding=1).double(), kind="operator")
+    basis = torch.eye(2 * 16, dtype=torch.float64).view(32, 2, 4, 4)
+    matrix = layer(basis).sub(layer.bias.view(1, 2, 1, 1)).flatten(1)
+    assert torch.allclose(matrix @ matrix.T, torch.eye(32, dtype=torch.float64), atol=1e-6)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+    losses = []
+    for _ in range(10):
+        loss = (layer(basis) - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_operator_survives_copies_compile_and_state():
+    layer = orthogonal_weight(nn.Conv2d(3, 8, 3, padding=1), kind="operator")
+    x = noise(2, 3, 6, 6)
+    y = layer(x)
+    fresh = orthogonal_weight(nn.Conv2d(3, 8, 3, padding=1), kind="operator")
+    fresh.load_state_dict(layer.state_dict())
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), fresh):
+        assert torch.allclose(other(x), y, atol=1e-6)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.allclose(compiled(x), y, atol=1e-5)
+
+
+def test_loss_is_the_papers_and_its_gradient_exists_at_its_minimum():
+    W = noise(4, 3, 2, 2)
+    flat = W.flatten(1)
+    assert torch.allclose(orthogonal_loss(W), torch.linalg.matrix_norm(flat @ flat.T - torch.eye(4)))
+    eye = torch.eye(3, requires_grad=True)
+    orthogonal_loss(eye).backward()
+    assert eye.grad.isfinite().all()
+    assert torch.autograd.gradcheck(orthogonal_loss, noise(3, 5, dtype=torch.float64).requires_grad_())
+
+
+def test_predicate():
+    Q = rotation(9).float()
+    assert is_orthogonal(Q)
+    assert is_orthogonal(Q[:4])
+    assert is_orthogonal(Q[:, :4].reshape(9, 2, 2))
+    assert not is_orthogonal(1.01 * Q)
+    assert is_orthogonal(1.01 * Q, atol=0.1)
+    assert is_orthogonal(Q.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: orthogonal_weight(nn.Linear(3, 3), kind="cayley"),
+            "choose one of kernel, operator",
+        ),
+        (lambda: orthogonal_weight(nn.ReLU()), "no tensor 'weight' in ReLU"),
+        (lambda: orthogonal_weight(nn.Linear(3, 3), "wight"), "no tensor 'wight'"),
+        (lambda: orthogonal_weight(nn.BatchNorm2d(3)), r"expected matrices \(..., m, n\), got \(3,\)"),
+        (lambda: orthogonal_weight(orthogonal_weight(nn.Linear(3, 3))), "a parametrization on 'weight' already"),
+        (lambda: orthogonal_weight(nn.Linear(3, 3), kind="operator"), "weight of an nn.Conv2d, got Linear.weight"),
+        (lambda: orthogonal_weight(nn.Conv2d(3, 3, 3), kind="operator"), "padding k // 2"),
+        (
+            lambda: orthogonal_weight(nn.Conv2d(3, 3, 3, 2, 1), kind="operator")(torch.ones(1, 3, 5, 5)),
+            "a stride of 2|stride of 2 expected",
+        ),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ArgumentError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "transposed"), [((8, 3, 3), 2, False), ((8, 3, 3), 2, True), ((4, 5), 1, False)]
+)
+def test_kernel_matrix_and_back(shape, groups, transposed):
+    weight = noise(*shape)
+    matrix = kernel_matrix(weight, groups=groups, transposed=transposed)
+    assert torch.equal(matrix_kernel(matrix, weight, groups=groups, transposed=transposed), weight)
