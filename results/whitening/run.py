@@ -9,21 +9,22 @@ batch, with the running whitening matrix, and with the whitening matrix of the r
 """
 
 import argparse
-import io
 import itertools
 import json
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
-from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 from orthocond.linalg import matrix_inv_sqrth, spectrum
 from orthocond.nn import DecorrelatedBatchNorm2d
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from cifar_small import STEMS, batches, error, load, network, optimizer_and_schedule
 
 RUNS = Path(__file__).with_name("runs.jsonl")
 CANDIDATES = {
@@ -35,7 +36,6 @@ CANDIDATES = {
     "rtol 1e-3": {"eps": 0.0, "rtol": 1e-3},
     "rtol 1e-2": {"eps": 0.0, "rtol": 1e-2},
 }
-STEMS = {"rank-deficient": 64, "full rank": 16}
 
 
 class TrackedNorm(DecorrelatedBatchNorm2d):
@@ -54,64 +54,15 @@ class TrackedNorm(DecorrelatedBatchNorm2d):
         self.running_whitening.copy_(matrix_inv_sqrth(self.running_covariance, eps=self.eps, rtol=rtol))
 
 
-class Block(nn.Module):
-    def __init__(self, inputs, outputs):
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, 2, 1, bias=False)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.short = nn.Conv2d(inputs, outputs, 1, 2, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
-
-    def forward(self, x):
-        return F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))) + self.short(x))
-
-
-def network(width, options):
-    norm = nn.BatchNorm2d(width) if options is None else TrackedNorm(width, **options)
-    stem = [nn.Conv2d(3, width, 3, 1, 1, bias=False), norm, nn.ReLU()]
-    blocks = [Block(width, 32), Block(32, 64), Block(64, 128)]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
-
-
-def load(folder, split):
-    table = pq.read_table(Path(folder) / f"{split}.parquet")
-    pixels = np.stack([np.asarray(Image.open(io.BytesIO(row["bytes"]))) for row in table["img"].to_pylist()])
-    x = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
-    return x, torch.tensor(table["label"].to_pylist())
-
-
-def prepared(x):
-    mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2470, 0.2435, 0.2616])
-    return (x.float() / 255 - mean.view(3, 1, 1)) / std.view(3, 1, 1)
-
-
-def augmented(x: Tensor) -> Tensor:
-    n = len(x)
-    padded = F.pad(x, (4, 4, 4, 4))
-    rows = torch.randint(0, 9, (n, 1)) + torch.arange(32)
-    columns = torch.randint(0, 9, (n, 1)) + torch.arange(32)
-    columns = torch.where(torch.rand(n, 1) < 0.5, columns, columns.flip(1))
-    return padded[torch.arange(n)[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-
-
-@torch.no_grad()
-def error(model, x, y):
-    wrong = sum(
-        (model(prepared(a)).argmax(1) != b).sum().item() for a, b in zip(x.split(500), y.split(500), strict=True)
-    )
-    return 100 * wrong / len(y)
-
-
 def run(train, test, stem, name, seed, steps):
     torch.manual_seed(seed)
-    model = network(STEMS[stem], CANDIDATES[name]).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, steps)
-    order = torch.randperm(len(train[0]))
+    width, options = STEMS[stem], CANDIDATES[name]
+    model = network(width, nn.BatchNorm2d(width) if options is None else TrackedNorm(width, **options)).train()
+    optimizer, make_schedule = optimizer_and_schedule(model, steps)
+    schedule = make_schedule()
     start, losses = time.perf_counter(), []
-    for step in range(steps):
-        chosen = order[(step * 128) % 49920 :][:128]
-        loss = F.cross_entropy(model(augmented(prepared(train[0][chosen]))), train[1][chosen])
+    for x, y in batches(train, steps):
+        loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -11,12 +11,14 @@ from orthocond.linalg._kernels import kernel_matrix, matrix_kernel
 from orthocond.linalg._precision import autocast_off, lift, narrow
 from orthocond.nn._skew import SkewOrthogonalConv2d
 
-__all__ = ["OrthogonalKernel", "is_orthogonal", "orthogonal_loss", "orthogonal_weight"]
+__all__ = ["KINDS", "OrthogonalKernel", "is_orthogonal", "orthogonal_loss", "orthogonal_weight"]
 
-_KINDS = ("kernel", "operator")
+KINDS = ("kernel", "operator")
 
 
-def orthogonal_weight(module: nn.Module, name: str = "weight", *, kind: str = "kernel") -> nn.Module:
+def orthogonal_weight(
+    module: nn.Module, name: str = "weight", *, kind: str = "kernel", normalize: bool = False
+) -> nn.Module:
     r"""Make the weight of a layer orthogonal, now and through all training.
 
     ``kind="kernel"`` puts a parametrization on the flattened kernel ``(out, in * k)``: with the tensor :math:`W` that
@@ -39,6 +41,9 @@ def orthogonal_weight(module: nn.Module, name: str = "weight", *, kind: str = "k
         module: a linear layer or a convolution, changed in place.
         name: of the weight.
         kind: ``"kernel"`` or ``"operator"``.
+        normalize: bound the exponent: :math:`W - W^T` is scaled down to a root mean square singular value of 1 where it
+            is larger, so that the weight keeps turning slowly however large :math:`W` has become. ``False`` is the
+            paper's formula.
 
     Returns:
         The same module.
@@ -54,7 +59,7 @@ def orthogonal_weight(module: nn.Module, name: str = "weight", *, kind: str = "k
         >>> is_orthogonal(conv.weight)
         True
     """
-    check_choice(kind, _KINDS, "kind", "orthogonal_weight")
+    check_choice(kind, KINDS, "kind", "orthogonal_weight")
     weight = getattr(module, name, None)
     if not isinstance(weight, Tensor):
         raise ArgumentError(
@@ -68,9 +73,10 @@ def orthogonal_weight(module: nn.Module, name: str = "weight", *, kind: str = "k
             "torch.nn.utils.parametrize.remove_parametrizations."
         )
     if kind == "operator":
-        return SkewOrthogonalConv2d.take_over(module, name)
+        return SkewOrthogonalConv2d.take_over(module, name, normalize=normalize)
     transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
-    kernel = OrthogonalKernel(weight, groups=getattr(module, "groups", 1), transposed=transposed)
+    groups = getattr(module, "groups", 1)
+    kernel = OrthogonalKernel(weight, groups=groups, transposed=transposed, normalize=normalize)
     return parametrize.register_parametrization(module, name, kernel)
 
 
@@ -81,8 +87,9 @@ class OrthogonalKernel(nn.Module):
     tau: Tensor
     signs: Tensor
 
-    def __init__(self, weight: Tensor, *, groups: int = 1, transposed: bool = False) -> None:
+    def __init__(self, weight: Tensor, *, groups: int = 1, transposed: bool = False, normalize: bool = False) -> None:
         super().__init__()
+        self.normalize = normalize
         self.layout: dict[str, Any] = {"groups": groups, "transposed": transposed}
         frame = _tall(kernel_matrix(weight.detach(), **self.layout))
         # Householder reflectors of the orthogonal matrix in front of the exponential: none, that is the identity.
@@ -94,7 +101,7 @@ class OrthogonalKernel(nn.Module):
         """Return the orthogonal weight."""
         with autocast_off(W.device):
             matrix = lift(kernel_matrix(W, **self.layout))
-            frame = _exponential_frame(_tall(matrix))
+            frame = _exponential_frame(_bounded(_tall(matrix)) if self.normalize else _tall(matrix))
             base, tau = self.base.to(frame), self.tau.to(frame)
             frame = torch.ormqr(base, tau, frame) * self.signs.to(frame).unsqueeze(-2)
             frame = frame if matrix.shape[-2] >= matrix.shape[-1] else frame.mT
@@ -174,6 +181,17 @@ def _is_frame(frame: Tensor, atol: float | None) -> bool:
 
 def _tall(matrix: Tensor) -> Tensor:
     return matrix if matrix.shape[-2] >= matrix.shape[-1] else matrix.mT
+
+
+def _bounded(W: Tensor) -> Tensor:
+    """Return ``W`` ``(..., n, k)``, scaled down where the singular values of ``[W 0] - [W 0]^T`` have an rms above 1.
+
+    They are ``min(n, 2k)`` in number, and the sum of their squares is ``2 |W|^2 - 2 <W1, W1^T>``.
+    """
+    n, k = W.shape[-2:]
+    top = W[..., :k, :]
+    squares = 2 * (W.square().sum((-2, -1), keepdim=True) - (top * top.mT).sum((-2, -1), keepdim=True))
+    return W / (squares / min(n, 2 * k)).clamp(min=1.0).sqrt()
 
 
 def _exponential_frame(W: Tensor) -> Tensor:

@@ -32,11 +32,13 @@ class SkewOrthogonalConv2d(nn.Conv2d):
 
     num_terms = 10
     """The terms of the series; the next one is at most ``1 / 11!``, 3e-8, of the input."""
+    normalize = False
+    """Whether the kernel is scaled down to a norm of at most 1, by its bound."""
     num_repeats = 4
     """How often the exponential of the divided kernel is applied."""
 
     @classmethod
-    def take_over(cls, module: nn.Module, name: str = "weight") -> "SkewOrthogonalConv2d":
+    def take_over(cls, module: nn.Module, name: str = "weight", *, normalize: bool = False) -> "SkewOrthogonalConv2d":
         """Turn a plain convolution into a skew orthogonal one, in place, with a fresh kernel.
 
         Raises:
@@ -59,6 +61,7 @@ class SkewOrthogonalConv2d(nn.Conv2d):
         module.weight = nn.Parameter(weight)
         module.__class__ = cls
         assert isinstance(module, cls)
+        module.normalize = normalize
         return module
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,8 +72,11 @@ class SkewOrthogonalConv2d(nn.Conv2d):
         x = nn.functional.pixel_unshuffle(x, stride) if stride > 1 else x
         x = nn.functional.pad(x, (0, 0, 0, 0, 0, len(self.weight) - x.shape[1]))
         kernel = self.weight - self.weight.flip(-1, -2).transpose(0, 1)
-        if not torch.compiler.is_compiling():
-            self.num_repeats = max(1, math.ceil(_norm_bound(kernel.detach())))
+        if self.normalize:
+            kernel = kernel / _norm_bound(kernel).clamp(min=1.0).to(kernel)
+            self.num_repeats = 1
+        elif not torch.compiler.is_compiling():
+            self.num_repeats = max(1, math.ceil(float(_norm_bound(kernel.detach()))))
         kernel = kernel / self.num_repeats
         for _ in range(self.num_repeats):
             term = x
@@ -92,7 +98,8 @@ def _padding(module: nn.Conv2d) -> tuple[int, ...]:
     return tuple(k // 2 for k in module.kernel_size) if module.padding == "same" else tuple(module.padding)  # type: ignore[arg-type]
 
 
-def _norm_bound(kernel: Tensor) -> float:
+def _norm_bound(kernel: Tensor) -> Tensor:
     """Return an upper bound of the convolution's norm, from the matrix ``(out, in * k)`` and the number of taps."""
-    matrix = kernel.flatten(1).double()
-    return math.sqrt(kernel[0, 0].numel() * float(torch.linalg.eigvalsh(matrix @ matrix.mT)[-1]))
+    matrix = kernel.flatten(1)
+    norm: Tensor = torch.linalg.matrix_norm(matrix.double() @ matrix.double().mT, ord=2)
+    return (kernel[0, 0].numel() * norm).sqrt()

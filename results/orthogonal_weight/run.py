@@ -1,0 +1,95 @@
+"""Which orthogonal weight trains with the nearest orthogonal gradient? Train small ResNets on CIFAR-10 and see.
+
+    python results/orthogonal_weight/run.py CIFAR_DIR [--seeds 2] [--steps 200] [--worker 0/1]
+
+Kernel and operator, as the paper's formula has them and with the exponent bounded (``normalize``), alone, with nog, and
+with nog+olr. The operator runs on the narrow stem alone: on 64 channels of 32x32 it is too slow for a CPU. Each finished
+run adds a line to runs.jsonl beside this file; runs that are there already are not repeated.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import orthocond
+from orthocond.nn import DecorrelatedBatchNorm2d
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from cifar_small import STEMS, batches, error, load, network, optimizer_and_schedule
+
+RUNS = Path(__file__).with_name("runs.jsonl")
+METHODS = {"svd": ("none", {}), "svd+nog": ("nog", {})}
+for spec, kind, normalize in itertools.product(("ow", "nog+ow", "nog+ow+olr"), ("kernel", "operator"), (False, True)):
+    METHODS[f"svd+{spec}, {kind}{', bounded' if normalize else ''}"] = (spec, {"kind": kind, "normalize": normalize})
+
+
+def run(train, test, stem, method, seed, steps):
+    torch.manual_seed(seed)
+    spec, options = METHODS[method]
+    model = network(STEMS[stem], DecorrelatedBatchNorm2d(STEMS[stem])).train()
+    treatment = orthocond.treat(model, "0", spec, **options)
+    optimizer, make_schedule = optimizer_and_schedule(model, steps)
+    treatment.attach(optimizer)
+    schedule = make_schedule()
+    start, losses, rates, switched = time.perf_counter(), [], [], 0
+    with orthocond.ConditionMonitor(model) as monitor:
+        for x, y in batches(train, steps):
+            loss = F.cross_entropy(model(x), y) + treatment.penalty()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+            if treatment.last is not None:
+                rates.append(treatment.last.learning_rate)
+                switched += treatment.last.switched
+    late = [record["cond_support"] for record in monitor.history()[steps // 2 :]]
+    return {
+        "stem": stem,
+        "method": method,
+        "seed": seed,
+        "steps": steps,
+        "loss": float(np.mean(losses[-20:])),
+        "error": error(model.eval(), *test),
+        "cond_support": float(np.median(late)),
+        "rate": float(np.mean(rates)) if rates else None,
+        "switched": switched / steps,
+        "raw_norm": float(treatment.parameter.norm()),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("data")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--worker", default="0/1", help="do every n-th run: 0/2 and 1/2 share the work")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", orthocond.errors.OrthocondWarning)
+    train, test = load(options.data, "train"), [part[:5000] for part in load(options.data, "test")]
+    worker, workers = map(int, options.worker.split("/"))
+    done = [json.loads(line) for line in RUNS.read_text().splitlines()] if RUNS.exists() else []
+    known = {(r["stem"], r["method"], r["seed"], r["steps"]) for r in done}
+    jobs = itertools.product(range(options.seeds), STEMS, METHODS)
+    for number, (seed, stem, method) in enumerate(jobs):
+        slow = "operator" in method and stem == "rank-deficient"
+        if slow or number % workers != worker or (stem, method, seed, options.steps) in known:
+            continue
+        record = run(train, test, stem, method, seed, options.steps)
+        with RUNS.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(record, flush=True)
+
+
+if __name__ == "__main__":
+    main()

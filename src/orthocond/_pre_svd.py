@@ -1,0 +1,120 @@
+"""Finding the Pre-SVD layer: the one whose output a meta-layer decomposes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from orthocond.errors import ArgumentError
+from orthocond.nn._meta import MetaLayer
+
+__all__ = ["find_pre_svd", "has_matrix", "unwrapped"]
+
+
+def find_pre_svd(model: nn.Module, example_input: Any) -> dict[str, str]:
+    """Return for each meta-layer the layer whose output it decomposes, by their dotted names.
+
+    The model is run once, in eval mode and without a trace on it. From the input of each meta-layer the autograd graph
+    is followed back, through additions, normalisations, activations and reshapes, to the nearest layer with a matrix
+    for a weight.
+
+    Args:
+        model: with at least one meta-layer of `orthocond.nn`.
+        example_input: an input of the model: a tensor, or a tuple or a dict of arguments.
+
+    Raises:
+        ArgumentError: no meta-layer, one that the model does not call, or one with no such layer behind it.
+
+    Example:
+        >>> from orthocond.nn import DecorrelatedBatchNorm2d
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Identity(), DecorrelatedBatchNorm2d(8))
+        >>> find_pre_svd(model, torch.randn(2, 3, 9, 9))
+        {'2': '0'}
+    """
+    model = unwrapped(model)
+    metas: dict[nn.Module, str] = {
+        module: name for name, module in model.named_modules() if isinstance(module, MetaLayer)
+    }
+    if not metas:
+        raise ArgumentError(
+            "find_pre_svd found no meta-layer in the model; put one in, e.g. with orthocond.nn.convert_batchnorm."
+        )
+    layers = {module: name for name, module in model.named_modules() if has_matrix(module)}
+    produced: dict[Any, str] = {}
+    reached: dict[str, Any] = {}
+
+    def after(module: nn.Module, _: Any, output: Any) -> None:
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:
+                produced.setdefault(tensor.grad_fn, layers[module])
+
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        reached.setdefault(metas[module], next((tensor.grad_fn for tensor in _tensors(inputs)), None))
+
+    modes = {module: module.training for module in model.modules()}
+    handles = [module.register_forward_hook(after) for module in layers]
+    handles += [module.register_forward_pre_hook(before) for module in metas]
+    try:
+        model.eval()
+        with torch.enable_grad():
+            _call(model, example_input)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, training in modes.items():
+            module.training = training
+    return {name: _nearest(name, reached, produced) for name in metas.values()}
+
+
+def _nearest(meta: str, reached: dict[str, Any], produced: dict[Any, str]) -> str:
+    if meta not in reached:
+        raise ArgumentError(f"the model did not call the meta-layer {meta!r} for the example input; pass another one.")
+    queue, seen = [reached[meta]], set()
+    for node in queue:  # breadth first: the list grows as it is walked
+        if node is None or node in seen:
+            continue
+        if node in produced:
+            return produced[node]
+        seen.add(node)
+        queue.extend(following for following, _ in node.next_functions)
+    raise ArgumentError(
+        f"the meta-layer {meta!r} has no layer with a matrix for a weight behind it; name the layer to treat yourself."
+    )
+
+
+def has_matrix(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim >= 2 and weight.is_floating_point()
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside DDP and `torch.compile`."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, tuple | list) else []
+
+
+def _call(model: nn.Module, example: Any) -> None:
+    if isinstance(example, dict):
+        model(**{name: _tracked(part) for name, part in example.items()})
+    elif isinstance(example, tuple):
+        model(*(_tracked(part) for part in example))
+    else:
+        model(_tracked(example))
+
+
+def _tracked(value: Any) -> Any:
+    """Return an input that has a graph even where all parameters are frozen."""
+    return value.detach().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value

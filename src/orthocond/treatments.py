@@ -1,0 +1,443 @@
+"""The treatments of the Pre-SVD layer: their registry, how they are put on a model, and which layer it is.
+
+A treatment is a ``+``-joined set of names of `TREATMENTS`, in any order; ``none`` is the empty one. It acts on one
+layer, and nothing else changes.
+"""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm
+
+from orthocond._pre_svd import find_pre_svd, has_matrix, unwrapped
+from orthocond.errors import ArgumentError, OrthocondWarning, check_choice, check_nonnegative
+from orthocond.linalg import POLAR_SOLVERS
+from orthocond.linalg._kernels import kernel_matrix
+from orthocond.linalg._registry import Entry, frozen, resolve
+from orthocond.nn import orthogonal_loss, orthogonal_weight
+from orthocond.nn._orthogonal import KINDS
+from orthocond.nn._skew import SkewOrthogonalConv2d
+from orthocond.optim import RULES, nearest_orthogonal_gradient, optimal_learning_rate
+
+__all__ = ["TREATMENTS", "LastStep", "Treatment", "TreatmentEntry", "find_pre_svd", "parse_treatment", "treat"]
+
+
+@dataclass(frozen=True)
+class TreatmentEntry(Entry):
+    """A treatment: what it does, on what, and where the paper defines it."""
+
+    acts_on: str = ""
+    """``"weight"``, ``"gradient"``, ``"learning rate"`` or ``"loss"``."""
+
+
+TREATMENTS = frozen(
+    TreatmentEntry(
+        "sn",
+        "Spectral norm: the weight is divided by its largest singular value, W / sigma_max(W).",
+        "Miyato et al., ICLR 2018; Song, Sebe, Wang 2022, eq. 11",
+        acts_on="weight",
+    ),
+    TreatmentEntry(
+        "ol",
+        "Orthogonal loss: ||W W^T - I||_F is added to the loss.",
+        "Wang et al., CVPR 2020; Song, Sebe, Wang 2022, eq. 12",
+        acts_on="loss",
+    ),
+    TreatmentEntry(
+        "ow",
+        "Orthogonal weight: exp(W - W^T) is used as the weight.",
+        "Singla and Feizi, ICML 2021; Song, Sebe, Wang 2022, eq. 13",
+        acts_on="weight",
+    ),
+    TreatmentEntry(
+        "nog",
+        "Nearest orthogonal gradient: the gradient U S V^T is replaced by U V^T.",
+        "Song, Sebe, Wang 2022, eqs. 14 to 17",
+        acts_on="gradient",
+    ),
+    TreatmentEntry(
+        "olr",
+        "Optimal learning rate: eta*, after which the weight is nearest to orthogonal, where 0 < eta* < lr.",
+        "Song, Sebe, Wang 2022, eqs. 18 to 21",
+        acts_on="learning rate",
+    ),
+)
+"""The treatments by name."""
+
+_OPTIONS = MappingProxyType(
+    {"kind": "kernel", "normalize": True, "penalty_weight": 1.0, "rule": "paper", "solver": "gram"}
+)
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """What a treatment did in the last step."""
+
+    learning_rate: float
+    """The rate that the step was taken with."""
+    eta: float | None = None
+    """The optimal learning rate eta*, where ``olr`` computed one."""
+    switched: bool = False
+    """Whether eta* was used: ``0 < eta* < lr``."""
+    gradient_range: tuple[float, float] | None = None
+    """The smallest and the largest singular value of the gradient before ``nog``."""
+
+
+def parse_treatment(spec: str) -> frozenset[str]:
+    """Return the names in a ``+``-joined specification; ``none`` and the empty string are the empty set.
+
+    Raises:
+        ArgumentError: a name that is no treatment; the message lists them.
+
+    Example:
+        >>> sorted(parse_treatment("nog+ow"))
+        ['nog', 'ow']
+    """
+    names = [name.strip().lower() for name in spec.split("+") if name.strip()]
+    if names == ["none"]:
+        return frozenset()
+    for name in names:
+        check_choice(name, TREATMENTS, "treatment", "treat")
+    return frozenset(names)
+
+
+def treat(
+    model: nn.Module, layer: str | nn.Module, spec: str, *, example_input: Any = None, **options: Any
+) -> "Treatment":
+    """Put a treatment on one layer of a model.
+
+    Three lines in a training loop:
+
+        treatment = orthocond.treat(model, "conv1", "nog+ow+olr")    # before the optimizer
+        treatment.attach(optimizer)                                  # before the scheduler
+        loss = criterion(model(x), y) + treatment.penalty()          # zero without ol
+
+    Args:
+        model: the model, also one wrapped by DDP or `torch.compile`.
+        layer: the Pre-SVD layer: a linear layer or a convolution of any kind, as a module or by its dotted name, or
+            ``"auto"`` for the one that `find_pre_svd` finds.
+        spec: a ``+``-joined set of `TREATMENTS`, in any order, or ``"none"``.
+        example_input: an input of the model, for ``"auto"``.
+        **options: ``kind`` (``"kernel"`` or ``"operator"``, for ``ow``, see `orthocond.nn.orthogonal_weight`),
+            ``normalize`` (for ``ow``; ``False`` is the paper's formula), ``penalty_weight`` (for ``ol``), ``rule``
+            (``"paper"`` or ``"exact"``, for ``olr``), ``solver`` (for ``nog``, one of
+            `orthocond.linalg.POLAR_SOLVERS`).
+
+    Returns:
+        The treatment, its weight in place (``sn``, ``ow``), to be attached to the optimizer (``nog``, ``olr``).
+
+    Raises:
+        ArgumentError: an unknown treatment, layer or option, a layer without a matrix for a weight.
+
+    Warns:
+        OrthocondWarning: ``olr`` with exactly one of ``ow`` and ``nog``, where the paper shows that eta* goes to zero.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+        >>> treat(model, "0", "olr + ow + nog", rule="exact")
+        Treatment(layer='0', spec='ow+nog+olr')
+    """
+    names = parse_treatment(spec)
+    for option in options:
+        check_choice(option, _OPTIONS, "option", "treat")
+    settings = {**_OPTIONS, **options}
+    check_choice(settings["kind"], KINDS, "kind", "treat")
+    check_choice(settings["rule"], RULES, "rule", "treat")
+    check_nonnegative(settings["penalty_weight"], "penalty_weight", "treat")
+    resolve(POLAR_SOLVERS, settings["solver"], "solver", "treat")
+    model = unwrapped(model)
+    if isinstance(layer, str) and layer == "auto":
+        layer = _only_pre_svd(model, example_input)
+    name, module = _found(model, layer)
+    if "olr" in names and ("ow" in names) != ("nog" in names):
+        warnings.warn(
+            "olr with only one of ow and nog: the paper shows that the optimal learning rate goes to zero there "
+            "(section 5.2); use both or neither.",
+            OrthocondWarning,
+            stacklevel=2,
+        )
+    return Treatment(module, name, names, settings)
+
+
+class Treatment:
+    """A treatment on a layer, as `treat` makes it.
+
+    The order within a step is: unscale (GradScaler), the user's clipping, ``nog``, ``olr``, the optimizer's step. The
+    learning rate that ``olr`` takes is put back after the step, so schedulers never see it.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, names: Iterable[str], options: dict[str, Any]) -> None:
+        self.layer, self.name, self.names, self.options = layer, name, frozenset(names), dict(options)
+        self._layout: dict[str, Any] = {
+            "groups": getattr(layer, "groups", 1),
+            "transposed": isinstance(layer, nn.modules.conv._ConvTransposeNd),
+        }
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._handles: list[Any] = []
+        self._scheduled: Any = None
+        self._last: LastStep | None = None
+        self._gram: Tensor | None = None
+        if "ow" in self.names:
+            orthogonal_weight(layer, kind=options["kind"], normalize=options["normalize"])
+        if "sn" in self.names:
+            spectral_norm(layer, "weight")
+        if parametrize.is_parametrized(layer, "weight"):
+            # A new object: an optimizer made before holds the old one, which shows when it is attached.
+            trained = layer.parametrizations.weight  # type: ignore[union-attr]
+            trained.original = nn.Parameter(trained.original.detach().clone())  # type: ignore[union-attr, operator]
+
+    def __repr__(self) -> str:
+        return f"Treatment(layer={self.name!r}, spec={self.spec!r})"
+
+    @property
+    def spec(self) -> str:
+        """The names, in the registry's order."""
+        return "+".join(name for name in TREATMENTS if name in self.names) or "none"
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The tensor that is trained: the weight, or what is behind its parametrization."""
+        if parametrize.is_parametrized(self.layer, "weight"):
+            parameter = self.layer.parametrizations.weight.original  # type: ignore[union-attr]
+        else:
+            parameter = self.layer.weight
+        assert isinstance(parameter, nn.Parameter)
+        return parameter
+
+    @property
+    def last(self) -> LastStep | None:
+        """What the last step did; None before the first."""
+        if self._last is not None and self._gram is not None:
+            squares = torch.linalg.eigvalsh(self._gram).clamp(min=0)
+            extremes = (float(squares.min().sqrt()), float(squares.max().sqrt()))
+            self._last = LastStep(self._last.learning_rate, self._last.eta, self._last.switched, extremes)
+            self._gram = None
+        return self._last
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> "Treatment":
+        """Let the treatment act on the steps of an optimizer; call it before a learning-rate scheduler is made.
+
+        For ``olr`` the parameter gets a group of its own, with the settings of the group that it was in.
+
+        Raises:
+            ArgumentError: it is attached already, the optimizer does not hold the parameter, it is LBFGS (which takes
+                several steps in one), or a scheduler has been made for the groups that ``olr`` has to split.
+        """
+        if self._optimizer is not None:
+            raise ArgumentError(f"{self!r} is attached to an optimizer already; call detach() first.")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ArgumentError(
+                "LBFGS evaluates many gradients in a step, which a treatment can't act on; use another one."
+            )
+        group = _group_of(self.parameter, optimizer)
+        if group is None:
+            raise ArgumentError(
+                f"the optimizer does not hold the parameter of {self.name!r} (treated with {self.spec}); "
+                "make the optimizer after treat(), from model.parameters()."
+            )
+        if "olr" in self.names and len(group["params"]) > 1:
+            self._split(group, optimizer)
+        if self.names & {"nog", "olr"}:
+            self._handles = [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
+        self._optimizer = optimizer
+        return self
+
+    def detach(self) -> None:
+        """Stop acting on the optimizer's steps; weight and groups stay as they are."""
+        self._put_back()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._optimizer = None
+
+    def remove(self) -> None:
+        """Detach, and leave the plain weight in place of a parametrized one.
+
+        Raises:
+            ArgumentError: ``ow`` with ``kind="operator"``, which no plain weight can replace.
+        """
+        if isinstance(self.layer, SkewOrthogonalConv2d):
+            raise ArgumentError(f"{self!r} is an orthogonal operator, which no plain weight can replace; keep it.")
+        self.detach()
+        if parametrize.is_parametrized(self.layer, "weight"):
+            parametrize.remove_parametrizations(self.layer, "weight", leave_parametrized=True)
+
+    def penalty(self) -> Tensor:
+        """Return what ``ol`` adds to the loss: zero without it."""
+        weight = self.layer.weight
+        assert isinstance(weight, Tensor)
+        if "ol" not in self.names:
+            return weight.new_zeros(())
+        matrix = kernel_matrix(weight, **self._layout)
+        losses = [orthogonal_loss(group) for group in (matrix if matrix.ndim == 3 else [matrix])]
+        total: Tensor = self.options["penalty_weight"] * torch.stack(losses).sum()
+        return total
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is to be saved in a checkpoint, in plain types; the weight is in the model's."""
+        last = self.last
+        return {
+            "layer": self.name,
+            "spec": self.spec,
+            "options": dict(self.options),
+            "last": None if last is None else dict(last.__dict__),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state.
+
+        Raises:
+            ArgumentError: it belongs to another treatment or layer.
+        """
+        if (state["spec"], state["layer"]) != (self.spec, self.name):
+            raise ArgumentError(
+                f"the state is that of {state['spec']} on {state['layer']!r}, not of {self.spec} on {self.name!r}; "
+                "treat the model as it was when the checkpoint was written."
+            )
+        last = state["last"]
+        self._gram = None
+        self._last = None if last is None else LastStep(**{
+            **last, "gradient_range": None if last["gradient_range"] is None else tuple(last["gradient_range"])
+        })  # fmt: skip
+
+    def _split(self, group: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+        if "initial_lr" in group:
+            raise ArgumentError(
+                f"olr gives the parameter of {self.name!r} a group of its own, and a scheduler has been made for the "
+                "groups as they are; attach the treatment before you make the scheduler."
+            )
+        parameter = self.parameter
+        group["params"] = [other for other in group["params"] if other is not parameter]
+        names = group.get("param_names")
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        if names is not None:  # an optimizer of named parameters
+            own = f"{self.name}.weight"
+            kept = [name for name in names if _is_name_of(name, self.name)]
+            own = kept[0] if kept else own
+            group["param_names"] = [name for name in names if name != own]
+            optimizer.add_param_group({"params": [(own, parameter)], **settings})
+        else:
+            optimizer.add_param_group({"params": [parameter], **settings})
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._put_back()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._act(optimizer)
+            return None
+
+        def closure_and_treatment() -> Any:
+            loss = closure()
+            self._put_back()
+            self._act(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], closure_and_treatment, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_and_treatment}
+
+    @torch.no_grad()
+    def _act(self, optimizer: torch.optim.Optimizer) -> None:
+        parameter = self.parameter
+        group = _group_of(parameter, optimizer)
+        found_inf = getattr(optimizer, "found_inf", None)
+        if group is None or parameter.grad is None or (found_inf is not None and bool(found_inf)):
+            return
+        lr = group["lr"]
+        rate, eta, switched = float(lr), None, False
+        # A fused optimizer under GradScaler unscales within its step: what it is given has to be scaled.
+        scale = getattr(optimizer, "grad_scale", None)
+        if "nog" in self.names:
+            matrix = kernel_matrix(parameter.grad, **self._layout).double()
+            self._gram = matrix @ matrix.mT if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT @ matrix
+            nearest = nearest_orthogonal_gradient(parameter, solver=self.options["solver"], **self._layout)
+            assert nearest is not None
+            parameter.grad.copy_(nearest if scale is None else nearest * scale)
+        if "olr" in self.names:
+            gradient = parameter.grad if scale is None else parameter.grad / scale
+            eta = self._optimal_rate(gradient, rate)
+            switched = 0 < eta < rate
+            if switched:
+                self._scheduled = (group, lr.clone() if isinstance(lr, Tensor) else lr)
+                if isinstance(lr, Tensor):
+                    lr.fill_(eta)
+                else:
+                    group["lr"] = eta
+                rate = eta
+        self._last = LastStep(rate, eta, switched)
+
+    def _optimal_rate(self, gradient: Tensor, rate: float) -> float:
+        """Return eta* for the weight as the layer uses it: under ``ow`` it is the orthogonal one."""
+        weight = self.layer.weight
+        assert isinstance(weight, Tensor)
+        pair = (kernel_matrix(part, **self._layout).flatten(0, -2) for part in (weight, gradient))
+        limit = rate if self.options["rule"] == "exact" else None
+        return optimal_learning_rate(*pair, rule=self.options["rule"], max_lr=limit)
+
+    def _after_step(self, *_: Any) -> None:
+        self._put_back()
+
+    def _put_back(self) -> None:
+        """Put the scheduled learning rate back."""
+        if self._scheduled is None:
+            return
+        group, lr = self._scheduled
+        if isinstance(group["lr"], Tensor):
+            group["lr"].copy_(lr)
+        else:
+            group["lr"] = lr
+        self._scheduled = None
+
+
+def _only_pre_svd(model: nn.Module, example_input: Any) -> str:
+    if example_input is None:
+        raise ArgumentError("treat with layer='auto' needs an example_input; pass one batch of the model's input.")
+    found = set(find_pre_svd(model, example_input).values())
+    if len(found) > 1:
+        raise ArgumentError(
+            f"the model has several Pre-SVD layers: {', '.join(sorted(found))}; treat each by its name."
+        )
+    return found.pop()
+
+
+def _found(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
+    """Return name and module of the layer to treat."""
+    modules = dict(model.named_modules())
+    if isinstance(layer, nn.Module):
+        name = next((name for name, module in modules.items() if module is layer), None)
+        if name is None:
+            raise ArgumentError(f"the layer {layer} is not in the model; pass one of its modules or a dotted name.")
+    else:
+        name = layer.replace("_orig_mod.", "").removeprefix("module.") if layer not in modules else layer
+        if name not in modules:
+            check_choice(name, [other for other, module in modules.items() if has_matrix(module)], "layer", "treat")
+    module = modules[name]
+    if not has_matrix(module):
+        raise ArgumentError(
+            f"the layer {name!r} ({type(module).__name__}) has no matrix for a weight; "
+            "treat a linear layer or a convolution."
+        )
+    return name, module
+
+
+def _group_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Return the optimizer's group that holds this very parameter."""
+    for group in optimizer.param_groups:
+        if any(other is parameter for other in group["params"]):
+            return group
+    return None
+
+
+def _is_name_of(name: str, layer: str) -> bool:
+    return f".{name}".endswith((f".{layer}.weight", f".{layer}.parametrizations.weight.original"))
