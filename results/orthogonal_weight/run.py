@@ -3,8 +3,8 @@
     python results/orthogonal_weight/run.py CIFAR_DIR [--seeds 2] [--steps 200] [--worker 0/1]
 
 Kernel and operator, as the paper's formula has them and with the exponent bounded (``normalize``), alone, with nog, and
-with nog+olr. The operator runs on the narrow stem alone: on 64 channels of 32x32 it is too slow for a CPU. Each finished
-run adds a line to runs.jsonl beside this file; runs that are there already are not repeated.
+with nog+olr. The operator runs on the narrow stem alone: on 64 channels of 32x32 it is too slow for a CPU. Each
+finished run adds a line to runs.jsonl beside this file; runs that are there already are not repeated.
 """
 
 import argparse

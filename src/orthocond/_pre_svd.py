@@ -15,8 +15,9 @@ def find_pre_svd(model: nn.Module, example_input: Any) -> dict[str, str]:
     """Return for each meta-layer the layer whose output it decomposes, by their dotted names.
 
     The model is run once, in eval mode and without a trace on it. From the input of each meta-layer the autograd graph
-    is followed back, through additions, normalisations, activations and reshapes, to the nearest layer with a matrix
-    for a weight.
+    is followed back, through normalisations, activations and reshapes, to the nearest layer with a matrix for a weight.
+    Where ways meet, as in a residual addition, it is the one with the most layers behind it: the end of the branch, not
+    of the shortcut.
 
     Args:
         model: with at least one meta-layer of `orthocond.nn`.
@@ -69,17 +70,37 @@ def find_pre_svd(model: nn.Module, example_input: Any) -> dict[str, str]:
 def _nearest(meta: str, reached: dict[str, Any], produced: dict[Any, str]) -> str:
     if meta not in reached:
         raise ArgumentError(f"the model did not call the meta-layer {meta!r} for the example input; pass another one.")
-    queue, seen = [reached[meta]], set()
+    queue, seen, candidates = [reached[meta]], set(), []
     for node in queue:  # breadth first: the list grows as it is walked
         if node is None or node in seen:
             continue
-        if node in produced:
-            return produced[node]
         seen.add(node)
-        queue.extend(following for following, _ in node.next_functions)
-    raise ArgumentError(
-        f"the meta-layer {meta!r} has no layer with a matrix for a weight behind it; name the layer to treat yourself."
-    )
+        if node in produced:
+            candidates.append(node)
+        else:
+            queue.extend(following for following, _ in node.next_functions)
+    if not candidates:
+        raise ArgumentError(
+            f"the meta-layer {meta!r} has no layer with a matrix for a weight behind it; name the layer to treat."
+        )
+    depths = _depths(candidates, produced)
+    return produced[max(candidates, key=depths.__getitem__)]  # the first of them where several are as deep
+
+
+def _depths(nodes: list[Any], produced: dict[Any, str]) -> dict[Any, int]:
+    """Return for nodes of the autograd graph, and all behind them, the number of layers on the longest way back."""
+    depths: dict[Any, int] = {}
+    stack = list(nodes)
+    while stack:
+        node = stack[-1]
+        behind = [following for following, _ in node.next_functions if following is not None]
+        missing = [following for following in behind if following not in depths]
+        if missing:
+            stack.extend(missing)
+        else:
+            depths[node] = max((depths[following] for following in behind), default=0) + (node in produced)
+            stack.pop()
+    return depths
 
 
 def has_matrix(module: nn.Module) -> bool:

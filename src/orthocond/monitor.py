@@ -114,8 +114,7 @@ class ConditionMonitor:
 
     @torch.no_grad()
     def _after(self, name: str, layer: nn.Module) -> None:
-        assert isinstance(layer, MetaLayer)
-        if not layer.training:
+        if not isinstance(layer, MetaLayer) or not layer.training:  # another one, in a folded copy
             return
         step = self._forwards[name]
         self._forwards[name] += 1

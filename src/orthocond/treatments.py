@@ -406,7 +406,7 @@ def _only_pre_svd(model: nn.Module, example_input: Any) -> str:
     found = set(find_pre_svd(model, example_input).values())
     if len(found) > 1:
         raise ArgumentError(
-            f"the model has several Pre-SVD layers: {', '.join(sorted(found))}; treat each by its name."
+            f"the model has several Pre-SVD layers ({', '.join(sorted(found))}); treat each by its name."
         )
     return found.pop()
 

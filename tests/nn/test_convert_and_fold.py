@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from orthocond.errors import ArgumentError
 from orthocond.nn import (
+    CovariancePool2d,
     DecorrelatedBatchNorm1d,
     DecorrelatedBatchNorm2d,
     DecorrelatedBatchNorm3d,
@@ -87,6 +88,23 @@ def test_a_single_layer_is_returned_converted(layer, cls):
     assert new.sync == isinstance(layer, nn.SyncBatchNorm)
     if layer.weight is not None:
         assert new.weight.dtype == layer.weight.dtype
+
+
+def test_a_shared_layer_stays_shared():
+    bn = nn.BatchNorm2d(4)
+    model = convert_batchnorm(nn.Sequential(bn, nn.ReLU(), bn))
+    assert isinstance(model[0], DecorrelatedBatchNorm2d)
+    assert model[0] is model[2]
+
+
+def test_nothing_is_converted_where_one_layer_cannot_be():
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(6))
+    with pytest.raises(ArgumentError, match=r"convert_batchnorm of '1'.*groups=4"):
+        convert_batchnorm(model, groups=4)
+    assert isinstance(model[0], nn.BatchNorm2d)
+    with pytest.raises(ArgumentError, match="expected a list of names"):
+        convert_batchnorm(model, "0")
+    assert convert_batchnorm(model, ["0"], momentum=0.2)[0].momentum == 0.2
 
 
 def test_unknown_names_are_listed():
@@ -178,8 +196,92 @@ def test_fold_changes_only_what_it_can_see_through(cls):
     folded, x = fold(model), noise(4, 3, 8, 8, seed=99)
     assert torch.allclose(folded(x), model(x), atol=1e-4)
     assert isinstance(folded.norm, nn.Conv2d)
-    if cls is Untraceable:
-        assert isinstance(folded.sequence[1], nn.Identity)
+    assert not any(isinstance(layer, DecorrelatedBatchNorm2d) for layer in folded.modules())
+
+
+class Tied(nn.Module):
+    """The weight is used a second time."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(5, 6), DecorrelatedBatchNorm1d(6)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(self.norm(self.linear(x)), self.linear.weight.t())
+
+
+class Optional(nn.Module):
+    """The convolution's output goes two ways unless an argument is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 1), DecorrelatedBatchNorm2d(3)
+
+    def forward(self, x, skip=None):
+        y = self.conv(x)
+        return self.norm(input=y) + (y if skip is None else skip)
+
+
+class Outer(nn.Module):
+    """Can't be traced, but its part can."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = Net()
+
+    def forward(self, x):
+        return self.part(x if x.sum() > 0 else x + 1)
+
+
+class Three(nn.Module):
+    """A linear layer along the sequence, and a norm across it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(5, 6), DecorrelatedBatchNorm1d(6)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "merges"),
+    [
+        (Tied, (20, 5), False),
+        (Optional, (8, 3, 6, 6), False),
+        (Three, (20, 6, 5), False),
+        (Three, (20, 5), True),
+        (lambda: convert_batchnorm(Outer()), (8, 3, 6, 6), True),
+    ],
+)
+def test_fold_merges_only_what_is_safe(make, shape, merges):
+    model = trained(make(), shape)
+    folded, x = fold(model), noise(*shape, seed=99)
+    assert torch.allclose(folded(x), model(x), atol=1e-4)
+    assert any(isinstance(layer, nn.Identity) for layer in folded.modules()) == merges
+
+
+def test_fold_respects_hooks():
+    model = nn.Sequential(
+        nn.Conv2d(3, 3, 1), DecorrelatedBatchNorm2d(3), nn.Conv2d(3, 3, 1), DecorrelatedBatchNorm2d(3)
+    )
+    model[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    model[3].register_forward_hook(lambda module, inputs, output: output + 1)
+    trained(model, (8, 3, 6, 6))
+    folded, x = fold(model), noise(8, 3, 6, 6, seed=99)
+    assert torch.allclose(folded(x), model(x), atol=1e-4)
+
+
+def test_fold_keeps_what_depends_on_the_batch_and_frozen_weights_frozen():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), DecorrelatedBatchNorm2d(8), CovariancePool2d())
+    model[0].requires_grad_(False)
+    folded = fold(trained(model, (8, 3, 6, 6)))
+    assert isinstance(folded[1], nn.Identity)
+    assert isinstance(folded[2], CovariancePool2d)
+    assert not folded[0].weight.requires_grad
+    untracked = DecorrelatedBatchNorm2d(3, track_running_stats=False)
+    assert isinstance(fold(untracked), DecorrelatedBatchNorm2d)
+    assert isinstance(fold(nn.Sequential(untracked))[0], DecorrelatedBatchNorm2d)
 
 
 def test_fold_removes_parametrizations():

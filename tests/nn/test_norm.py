@@ -103,6 +103,54 @@ def test_a_mean_far_from_zero_costs_no_accuracy():
     assert torch.allclose(y, DecorrelatedBatchNorm2d(8)(centred), atol=2e-2)
 
 
+def test_a_mean_far_from_zero_in_one_group_alone():
+    x = torch.cat([100 * noise(16, 4, 8, 8), 100 + 0.1 * noise(16, 4, 8, 8, seed=2)], 1)
+    y = DecorrelatedBatchNorm2d(8, groups=2)(x)
+    assert torch.allclose(covariance(samples(y, 2)), torch.eye(4), atol=1e-3)
+
+
+@pytest.mark.parametrize("shift", [0.5, 1e3])
+def test_hooks_that_copy_what_is_saved_change_nothing(shift):
+    x, g = correlated(6, 4, 5, 5) + shift, noise(6, 4, 5, 5)
+    found = []
+    for pack in (lambda t: t, lambda t: t.clone()):
+        layer, leaf = DecorrelatedBatchNorm2d(4), x.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = layer(leaf)
+        y.backward(g)
+        found.append((leaf.grad, layer.weight.grad))
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_torch_func():
+    layer = DecorrelatedBatchNorm1d(3, track_running_stats=False, affine=False)
+    x = correlated(9, 3)
+    loss = lambda x: layer(x).pow(3).sum()
+    leaf = x.clone().requires_grad_()
+    loss(leaf).backward()
+    assert torch.allclose(torch.func.grad(loss)(x), leaf.grad, atol=1e-3)
+
+
+def test_statistics_can_be_estimated_without_gradients():
+    layer = DecorrelatedBatchNorm2d(4)
+    with torch.inference_mode():
+        layer(correlated(6, 4, 5, 5))
+    with torch.no_grad():
+        layer(correlated(6, 4, 5, 5))
+    assert layer.num_batches_tracked == 2
+
+
+def test_frozen_parts_get_no_gradient():
+    layer = DecorrelatedBatchNorm2d(4)
+    layer(correlated(6, 4, 5, 5)).sum().backward()  # the input needs none
+    assert layer.weight.grad is not None
+    layer.requires_grad_(False)
+    x = correlated(6, 4, 5, 5).requires_grad_()
+    layer(x).pow(3).sum().backward()
+    assert x.grad is not None
+
+
 def test_a_rank_deficient_stem_is_the_same_in_training_and_eval():
     conv = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     layer = DecorrelatedBatchNorm2d(64)
@@ -187,8 +235,13 @@ def test_half_types(dtype):
 def test_autocast_keeps_the_statistics_in_float32():
     x = correlated(8, 4, 6, 6)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = DecorrelatedBatchNorm2d(4)(x)
+        leaf = x.clone().requires_grad_()
+        y = DecorrelatedBatchNorm2d(4)(leaf)
+        y.pow(3).sum().backward()
+    other = x.clone().requires_grad_()
+    DecorrelatedBatchNorm2d(4)(other).pow(3).sum().backward()
     assert torch.equal(y, DecorrelatedBatchNorm2d(4)(x))
+    assert torch.allclose(leaf.grad, other.grad, atol=1e-5)
 
 
 def test_compile():

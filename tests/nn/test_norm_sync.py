@@ -40,6 +40,21 @@ def work(rank, sizes, groups, shift, folder):
     torch.distributed.destroy_process_group()
 
 
+def work_with_one_sided_gradients(rank, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    layer, x, g = layer_and_batch(1, 0.0)
+    x = x.split(4)[rank].clone().requires_grad_(rank == 0)
+    layer(x).backward(g.split(4)[rank])
+    assert (x.grad is not None) == (rank == 0)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.timeout(60)
+def test_a_process_whose_input_needs_no_gradient_does_not_block_the_others(tmp_path):
+    torch.multiprocessing.spawn(work_with_one_sided_gradients, (str(tmp_path),), nprocs=2)
+
+
 @pytest.mark.parametrize(("sizes", "groups", "shift"), [((4, 4), 1, 0.0), ((6, 2), 2, 0.0), ((7, 1), 1, 1e3)])
 def test_two_processes_equal_one(tmp_path, sizes, groups, shift):
     torch.multiprocessing.spawn(work, (sizes, groups, shift, str(tmp_path)), nprocs=2)

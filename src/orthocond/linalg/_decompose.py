@@ -40,8 +40,8 @@ def solver_failures(*, reset: bool = False) -> dict[str, int]:
         The number of failed attempts for each solver, zeros included.
 
     Example:
-        >>> solver_failures()
-        {'eigh': 0, 'svd': 0, 'newton_schulz': 0, 'pade': 0}
+        >>> list(solver_failures())
+        ['eigh', 'svd', 'newton_schulz', 'pade']
     """
     with _lock:
         counts = {name: _failures[name] for name in _COUNTED}

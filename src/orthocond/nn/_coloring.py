@@ -4,6 +4,7 @@ from torch import Tensor
 
 from orthocond.errors import ArgumentError
 from orthocond.linalg import covariance
+from orthocond.linalg._precision import autocast_off, lift, narrow
 from orthocond.nn._meta import MetaLayer
 
 __all__ = ["WhiteningColoring2d", "whiten_color"]
@@ -58,13 +59,14 @@ class WhiteningColoring2d(MetaLayer):
                 "WhiteningColoring2d expected content (B, C, H, W) and style (B, C, H', W') or (1, C, H', W'), got "
                 f"{tuple(content.shape)} and {tuple(style.shape)}; take both from the same layer."
             )
-        x, z = content.flatten(2), style.flatten(2)
+        x, z = lift(content.flatten(2)), lift(style.flatten(2))
         P = covariance(x)
         (whitening,), eigenvalues = self._root(P, (-0.5,))
         self._keep_spectrum(P, eigenvalues)
         (coloring,), _ = self._root(covariance(z), (0.5,))
-        y = (coloring @ whitening) @ (x - x.mean(-1, keepdim=True)) + z.mean(-1, keepdim=True)
-        return y.reshape(content.shape)
+        with autocast_off(x.device):
+            y = (coloring @ whitening) @ (x - x.mean(-1, keepdim=True)) + z.mean(-1, keepdim=True)
+        return narrow(y, content).reshape(content.shape)
 
 
 def whiten_color(

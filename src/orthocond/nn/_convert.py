@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from orthocond.errors import check_choice
+from orthocond.errors import ArgumentError, check_choice
 from orthocond.nn._norm import (
     DecorrelatedBatchNorm1d,
     DecorrelatedBatchNorm2d,
@@ -49,38 +49,45 @@ def convert_batchnorm(module: nn.Module, names: Iterable[str] | None = None, **o
         >>> convert_batchnorm(model, ["1"])[1]
         DecorrelatedBatchNorm2d(8, momentum=0.1, affine=True, track_running_stats=True, eps=0.0, rtol=0.001)
     """
-    found = {name: layer for name, layer in module.named_modules() if type(layer) in _COUNTERPARTS}
+    found = {
+        name: layer for name, layer in module.named_modules(remove_duplicate=False) if type(layer) in _COUNTERPARTS
+    }
+    if isinstance(names, str):
+        raise ArgumentError(f"convert_batchnorm expected a list of names, got {names!r}; pass [{names!r}].")
     chosen = list(found) if names is None else list(names)
     for name in chosen:
         check_choice(name, found, "BatchNorm layer", "convert_batchnorm")
+    converted = {layer: _converted(name, layer, options) for name, layer in found.items() if name in chosen}
     for name in chosen:
-        converted = _converted(found[name], options)
         if not name:
-            return converted
+            return converted[module]
         parent, _, child = name.rpartition(".")
-        setattr(module.get_submodule(parent), child, converted)
+        setattr(module.get_submodule(parent), child, converted[found[name]])
     return module
 
 
 @torch.no_grad()
-def _converted(layer: Any, options: dict[str, Any]) -> _DecorrelatedBatchNorm:
+def _converted(name: str, layer: Any, options: dict[str, Any]) -> _DecorrelatedBatchNorm:
     if isinstance(layer, nn.SyncBatchNorm):
         options = {"sync": True, "process_group": layer.process_group} | options
     like = next((part for part in (layer.weight, layer.running_mean) if part is not None), torch.empty(0))
-    new = _COUNTERPARTS[type(layer)](
-        layer.num_features,
-        momentum=layer.momentum,
-        affine=layer.affine,
-        track_running_stats=layer.track_running_stats,
-        device=like.device,
-        dtype=like.dtype,
-        **options,
-    )
+    carried = {
+        "momentum": layer.momentum,
+        "affine": layer.affine,
+        "track_running_stats": layer.track_running_stats,
+        "device": like.device,
+        "dtype": like.dtype,
+    }
+    try:
+        new = _COUNTERPARTS[type(layer)](layer.num_features, **{**carried, **options})
+    except ArgumentError as error:
+        raise ArgumentError(f"convert_batchnorm of {name!r}: {error}") from None
     if layer.affine:
         new.weight, new.bias = layer.weight, layer.bias
     if new.running_mean is not None and new.running_whitening is not None and layer.running_mean is not None:
         new.running_mean.copy_(layer.running_mean)
         scale = (layer.running_var + layer.eps).rsqrt().view(new.groups, -1)
         new.running_whitening.copy_(torch.diag_embed(scale))
-        new.num_batches_tracked = layer.num_batches_tracked
+        if new.num_batches_tracked is not None:
+            new.num_batches_tracked.copy_(layer.num_batches_tracked)
     return new.train(layer.training)

@@ -5,6 +5,7 @@ a batch of matrices ``C x L``; stored sample by sample (channels last, or ``(N, 
 are views: nothing is transposed or copied.
 """
 
+import math
 from abc import ABC, abstractmethod
 from typing import Self
 
@@ -19,7 +20,7 @@ _LONG = 256
 
 def features(x: Tensor, groups: int) -> "Features":
     """Return the samples of ``x`` ``(N, C, *)``, the channels in ``groups`` of ``c = C / groups``."""
-    by_plane = x.is_contiguous() and x.shape[2:].numel() > 1
+    by_plane = x.is_contiguous() and math.prod(x.shape[2:]) > 1
     return _Planes.view(x, groups) if by_plane else _Rows.view(x, groups)
 
 
@@ -28,7 +29,7 @@ class Features(ABC):
 
     def __init__(self, matrices: Tensor, shape: torch.Size, groups: int) -> None:
         self.matrices, self.shape, self.groups = matrices, shape, groups
-        self.num_samples = shape[0] * shape[2:].numel()
+        self.num_samples = shape[0] * math.prod(shape[2:])
 
     @classmethod
     @abstractmethod
@@ -65,7 +66,7 @@ class _Planes(Features):
 
     @classmethod
     def view(cls, x: Tensor, groups: int) -> Self:
-        return cls(x.reshape(x.shape[0] * groups, x.shape[1] // groups, x.shape[2:].numel()), x.shape, groups)
+        return cls(x.reshape(x.shape[0] * groups, x.shape[1] // groups, math.prod(x.shape[2:])), x.shape, groups)
 
     def tensor(self) -> Tensor:
         return self.matrices.view(self.shape)
@@ -102,7 +103,7 @@ class _Rows(Features):
 
     @classmethod
     def view(cls, x: Tensor, groups: int) -> Self:
-        rows = x.movedim(1, -1).reshape(x.shape[0] * x.shape[2:].numel(), groups, x.shape[1] // groups)
+        rows = x.movedim(1, -1).reshape(x.shape[0] * math.prod(x.shape[2:]), groups, x.shape[1] // groups)
         return cls(rows.transpose(0, 1), x.shape, groups)
 
     def tensor(self) -> Tensor:
@@ -113,7 +114,7 @@ class _Rows(Features):
         return self.matrices.sum(1)
 
     def product(self, other: Self) -> Tensor:
-        images, positions = self.shape[0], self.shape[2:].numel()
+        images, positions = self.shape[0], math.prod(self.shape[2:])
         if positions < _LONG:
             return torch.bmm(self.matrices.mT, other.matrices)
         # Image by image: shorter sums are faster and more accurate than one long one.

@@ -1,8 +1,8 @@
 """Folding for inference: whitening becomes part of the layer in front of it."""
 
 import copy
+import inspect
 from collections import Counter
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -11,26 +11,29 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from orthocond.linalg._kernels import kernel_matrix, matrix_kernel
+from orthocond.nn._meta import MetaLayer
 from orthocond.nn._norm import _DecorrelatedBatchNorm
+from orthocond.nn._skew import SkewOrthogonalConv2d
 
 __all__ = ["fold"]
 
 M = TypeVar("M", bound=nn.Module)
 
-_Linear = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @torch.no_grad()
 def fold(module: M) -> M:
-    """Return a copy for inference with the same outputs in eval mode, and none of our layers left in front of it.
+    """Return a copy for inference, with the same outputs as in eval mode, and neither whitening nor parametrizations.
 
     In eval, decorrelated batch norm is a linear map. Where it follows a convolution or a linear layer directly, and
-    that layer's output goes nowhere else, the map is multiplied into its weight and the layer disappears. Elsewhere it
-    becomes a plain 1x1 convolution or a linear layer. Parametrizations (orthogonal and others) are replaced by the
-    weight that they give. The result is plain torch, for `torch.export`, ONNX and whatever comes behind them.
+    that layer's output and weight go nowhere else, the map is multiplied into its weight and the layer disappears.
+    Elsewhere it becomes a plain 1x1 convolution. Parametrizations (orthogonal and others) are replaced by the weight
+    that they give. What is left is plain torch, for `torch.export`, ONNX and whatever comes behind them; layers that
+    depend on their batch (covariance pooling, norms without running statistics) and orthogonal operators stay.
 
-    What follows what is read from a `torch.fx` trace; a model that can't be traced keeps the 1x1 convolutions, except
-    within ``nn.Sequential``, where the order is known.
+    What follows what is read from `torch.fx` traces, of the model or, where it can't be traced, of the parts that can.
+    A linear layer is taken to map ``(N, in)`` to ``(N, out)``, unless the norm behind it last saw three dimensions.
 
     Args:
         module: any model; it is not changed.
@@ -47,24 +50,26 @@ def fold(module: M) -> M:
           (2): ReLU()
         )
     """
-    folded = copy.deepcopy(module).eval()
+    groups = [layer.process_group for layer in module.modules() if isinstance(layer, _DecorrelatedBatchNorm)]
+    folded = copy.deepcopy(module, {id(group): group for group in groups}).eval()  # a process group can't be copied
     for layer in folded.modules():
         if parametrize.is_parametrized(layer):
             _leave_weights(layer)
     if isinstance(folded, _DecorrelatedBatchNorm):
-        return _as_layer(folded)  # type: ignore[return-value]
+        return _as_layer(folded) if folded.track_running_stats else folded  # type: ignore[return-value]
     in_front = _layers_in_front(folded)
     for name, layer in list(folded.named_modules(remove_duplicate=False)):
         if not isinstance(layer, _DecorrelatedBatchNorm) or not layer.track_running_stats:
             continue
         parent, _, child = name.rpartition(".")
-        replacement: nn.Module = nn.Identity()
         if layer in in_front:
-            _multiply_into(in_front.pop(layer), layer)
+            _multiply_into(in_front[layer], layer)
+            replacement: nn.Module = nn.Identity()
         else:
             replacement = _as_layer(layer)
+        replacement._forward_hooks, replacement._forward_pre_hooks = layer._forward_hooks, layer._forward_pre_hooks
         setattr(folded.get_submodule(parent), child, replacement)
-    return folded
+    return folded.eval()
 
 
 def _leave_weights(layer: Any) -> None:
@@ -81,48 +86,56 @@ def _leave_weights(layer: Any) -> None:
 
 def _layers_in_front(model: nn.Module) -> dict[nn.Module, nn.Module]:
     """Return for each whitening layer the linear layer whose output is its input and goes nowhere else."""
+    uses = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    found = _traced_pairs(model)
+    return {
+        norm: layer
+        for norm, layer in found.items()
+        if uses[norm] == uses[layer] == 1  # a shared layer's weight serves others, too
+        and not layer._forward_hooks
+        and not layer._forward_pre_hooks
+        and not norm._forward_pre_hooks
+        and not (isinstance(layer, nn.Linear) and norm._last_ndim == 3)
+    }
+
+
+def _traced_pairs(module: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return whitening layers and the linear layers in front of them, as far as traces show them."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     try:
-        graph = _Tracer().trace(model)
-    except Exception:
-        return _layers_in_sequence(model)
-    calls: Counter[object] = Counter()
-    for node in graph.nodes:
-        if node.op == "call_module":
-            calls[node.target] += 1
-    modules = dict(model.named_modules(remove_duplicate=False))
-    in_front = {}
+        # Once with optional arguments given and once without: what holds both times holds.
+        given = _pairs_of(module, {})
+        pairs = given if not defaults else dict(given.items() & _pairs_of(module, defaults).items())
+    except Exception:  # a forward may do anything; what can't be traced may have parts that can
+        pairs = {}
+        for child in module.children():
+            pairs |= _traced_pairs(child) if not isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict) else {
+                norm: layer for part in child.children() for norm, layer in _traced_pairs(part).items()
+            }  # fmt: skip
+    return pairs
+
+
+def _pairs_of(module: nn.Module, arguments: dict[str, Any]) -> dict[nn.Module, nn.Module]:
+    graph = _Tracer().trace(module, arguments)
+    calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
+    read = {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
+    modules = dict(module.named_modules(remove_duplicate=False))
+    pairs = {}
     for node in graph.nodes:
         if node.op != "call_module" or not isinstance(modules[node.target], _DecorrelatedBatchNorm):
             continue
-        before = node.args[0] if node.args else None
-        if not isinstance(before, torch.fx.Node) or before.op != "call_module" or len(before.users) != 1:
+        before = next(iter(node.all_input_nodes), None)
+        if before is None or before.op != "call_module" or len(before.users) != 1 or before.target in read:
             continue
-        once = calls[node.target] == calls[before.target] == 1
-        if once and type(modules[before.target]) in _Linear:
-            in_front[modules[node.target]] = modules[before.target]
-    return _unshared(model, in_front)
-
-
-def _layers_in_sequence(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    in_front: dict[nn.Module, nn.Module] = {}
-    for container in model.modules():
-        if isinstance(container, nn.Sequential):
-            layers = list(container)
-            for before, after in pairwise(layers):
-                if isinstance(after, _DecorrelatedBatchNorm) and type(before) in _Linear:
-                    in_front[after] = before
-    return _unshared(model, in_front)
-
-
-def _unshared(model: nn.Module, in_front: dict[nn.Module, nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Return the pairs whose layers appear once in the model: a shared layer's weight serves others, too."""
-    uses = Counter(module for _, module in model.named_modules(remove_duplicate=False))
-    return {norm: layer for norm, layer in in_front.items() if uses[norm] == uses[layer] == 1}
+        if calls[node.target] == calls[before.target] == 1 and type(modules[before.target]) in _LINEAR:
+            pairs[modules[node.target]] = modules[before.target]
+    return pairs
 
 
 class _Tracer(torch.fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, _DecorrelatedBatchNorm) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, MetaLayer | SkewOrthogonalConv2d) or super().is_leaf_module(m, module_qualified_name)
 
 
 def _multiply_into(layer: Any, norm: _DecorrelatedBatchNorm) -> None:
@@ -133,23 +146,24 @@ def _multiply_into(layer: Any, norm: _DecorrelatedBatchNorm) -> None:
     transposed = isinstance(layer, nn.modules.conv._ConvTransposeNd)
     groups = getattr(layer, "groups", 1)
     matrix = kernel_matrix(old.double(), groups=groups, transposed=transposed)
-    if groups == 1:
-        layer.weight = nn.Parameter(matrix_kernel(dense @ matrix, old, transposed=transposed).to(old))
-    elif norm.groups % groups == 0:  # the whitening mixes channels within each group of the convolution alone
-        size = dense.shape[0] // groups
-        blocks = torch.stack([dense[i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(groups)])
-        layer.weight = nn.Parameter(matrix_kernel(blocks @ matrix, old, groups=groups, transposed=transposed).to(old))
-    else:  # it mixes across groups: the convolution becomes one without groups
-        full = torch.block_diag(*matrix.flatten(0, 1).unflatten(0, (groups, -1)))
-        inputs, outputs = layer.in_channels, dense.shape[0]
-        shape = (inputs, outputs, *old.shape[2:]) if transposed else (outputs, inputs, *old.shape[2:])
-        like = old.new_empty(shape)
-        layer.weight = nn.Parameter(matrix_kernel(dense @ full, like, transposed=transposed).to(old))
-        layer.groups = 1
+    like = old
+    if groups > 1 and norm.groups % groups == 0:  # the whitening mixes channels within each group alone
+        size = len(dense) // groups
+        matrix = torch.stack([dense[i * size :][:size, i * size :][:, :size] @ matrix[i] for i in range(groups)])
+    elif groups > 1:  # it mixes across groups: the convolution becomes one without groups
+        matrix = dense @ torch.block_diag(*matrix)
+        channels = (layer.in_channels, len(dense)) if transposed else (len(dense), layer.in_channels)
+        like, groups, layer.groups = old.new_empty((*channels, *old.shape[2:])), 1, 1
+    else:
+        matrix = dense @ matrix
+    new = matrix_kernel(matrix, like, groups=groups, transposed=transposed).to(old)
+    if old.ndim == 4 and old.is_contiguous(memory_format=torch.channels_last) and not old.is_contiguous():
+        new = new.contiguous(memory_format=torch.channels_last)
     shift = shift.flatten()
     if layer.bias is not None:
         shift = shift + dense @ layer.bias.double()
-    layer.bias = nn.Parameter(shift.to(old))
+    layer.weight = nn.Parameter(new, requires_grad=old.requires_grad)
+    layer.bias = nn.Parameter(shift.to(old), requires_grad=old.requires_grad)
 
 
 def _as_layer(norm: _DecorrelatedBatchNorm) -> nn.Module:

@@ -31,8 +31,8 @@ class MetaLayer(nn.Module):
         and they are computed when asked for.
         """
         if self._eigenvalues is None and self._covariance is not None:
-            self._eigenvalues = spectrum(self._covariance).eigenvalues.flip(-1)
-        return None if self._eigenvalues is None else self._eigenvalues.flip(-1)
+            self._eigenvalues = spectrum(self._covariance).eigenvalues
+        return self._eigenvalues
 
     def extra_repr(self) -> str:
         """Return the options of the root, those with their defaults left out."""
@@ -54,8 +54,8 @@ class MetaLayer(nn.Module):
         self._root(torch.eye(1, dtype=torch.float64), (0.5,))
 
     def _keep_spectrum(self, covariance: Tensor, eigenvalues: Tensor | None) -> None:
-        """Keep the ascending eigenvalues, or for want of them the covariance."""
+        """Keep the eigenvalues, given in ascending order, or for want of them the covariance."""
         if not self.training or torch.compiler.is_exporting():
             return
-        self._eigenvalues = None if eigenvalues is None else eigenvalues.detach()
+        self._eigenvalues = None if eigenvalues is None else eigenvalues.detach().flip(-1)
         self._covariance = covariance.detach() if eigenvalues is None else None

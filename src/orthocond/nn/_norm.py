@@ -1,5 +1,7 @@
 """Decorrelated batch normalisation: ZCA whitening with BatchNorm's signature, semantics and habits."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from orthocond.linalg._registry import resolve
 from orthocond.linalg._roots import SOLVERS
 from orthocond.nn._features import features
 from orthocond.nn._meta import MetaLayer
-from orthocond.nn._whitening import Statistics, whiten, whiten_by_autograd
+from orthocond.nn._whitening import Statistics, check_num_samples, whiten, whiten_by_autograd
 
 __all__ = ["DecorrelatedBatchNorm1d", "DecorrelatedBatchNorm2d", "DecorrelatedBatchNorm3d"]
 
@@ -50,7 +52,9 @@ class _DecorrelatedBatchNorm(MetaLayer):
     ) -> None:
         super().__init__()
         caller = type(self).__name__
-        if num_features < 1 or groups < 1 or num_features % groups:
+        if num_features < 1:
+            raise ArgumentError(f"{caller} expected num_features >= 1, got {num_features}.")
+        if groups < 1 or num_features % groups:
             raise ArgumentError(
                 f"{caller} expected groups that divide num_features, got num_features={num_features} and "
                 f"groups={groups}; pass a divisor."
@@ -61,6 +65,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
         self.solver, self.gradient = solver, gradient
         self.rtol = RANK_RTOL if rtol is None and entry.has_eigenvalues else rtol
         self.sync, self.process_group = sync, process_group
+        self._last_ndim: int | None = None
         self._check_options()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         size = num_features // groups
@@ -75,6 +80,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
 
     def reset_running_stats(self) -> None:
         """Set the running mean to zero, the running whitening matrix to the identity, and the count to zero."""
+        self._eigenvalues = self._covariance = None
         if self.running_mean is None or self.running_whitening is None or self.num_batches_tracked is None:
             return
         self.running_mean.zero_()
@@ -88,9 +94,11 @@ class _DecorrelatedBatchNorm(MetaLayer):
             nn.init.ones_(self.weight)
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` ``(N, C, *)`` whitened."""
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name that BatchNorm has)
+        """Return ``input`` ``(N, C, *)`` whitened."""
+        x = input
         self._check_input(x)
+        self._last_ndim = x.ndim
         with autocast_off(x.device):
             dtype = at_least_float32(x.dtype)
             y = self._forward(
@@ -102,24 +110,28 @@ class _DecorrelatedBatchNorm(MetaLayer):
         if not self.training and self.running_mean is not None and self.running_whitening is not None:
             weight, bias = self.eval_map(x.dtype)
             return features(x, self.groups).map(weight, bias).tensor()
+        y: Tensor
         try:
-            if torch.compiler.is_compiling() and not self._is_synchronised():
-                y, statistics = whiten_by_autograd(x, gamma, beta, groups=self.groups, root=self._inverse_root)
+            if self._is_synchronised():
+                y, statistics = self._whiten_together(x, gamma, beta)
             else:
-                y, statistics = whiten(
-                    x,
-                    gamma,
-                    beta,
-                    groups=self.groups,
-                    root=self._inverse_root,
-                    process_group=self.process_group,
-                    sync=self._is_synchronised(),
-                )
+                check_num_samples(x.shape[0] * math.prod(x.shape[2:]), x.shape)
+                # Tracing wants plain operations: the function has a graph of its own inside.
+                traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+                whitened: Callable[..., tuple[Tensor, Statistics]] = whiten_by_autograd if traced else whiten
+                y, statistics = whitened(x, gamma, beta, groups=self.groups, root=self._inverse_root)
         except ArgumentError as error:
             raise ArgumentError(f"{type(self).__name__}({self.num_features}): {error}") from None
         if self.training:
             self._keep(statistics)
         return y
+
+    @torch.compiler.disable
+    def _whiten_together(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Statistics]:
+        """Return the same over all processes; the exchange between them is not for a compiler."""
+        return whiten(
+            x, gamma, beta, groups=self.groups, root=self._inverse_root, process_group=self.process_group, sync=True
+        )
 
     def eval_map(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Return weight ``(groups, c, c)`` and bias ``(groups, c)`` of the linear map that the layer is in eval."""

@@ -67,6 +67,8 @@ def orthogonal_weight(
             "pass a linear layer or a convolution."
         )
     check_matrix(weight, "orthogonal_weight")
+    if isinstance(module, SkewOrthogonalConv2d):
+        raise ArgumentError("orthogonal_weight found an orthogonal operator already; it needs nothing more.")
     if parametrize.is_parametrized(module, name):
         raise ArgumentError(
             f"orthogonal_weight found a parametrization on {name!r} already; remove it first, with "
@@ -112,7 +114,7 @@ class OrthogonalKernel(nn.Module):
         """Return the tensor to train: zero, and the base set, for an orthogonal weight; the weight itself otherwise."""
         matrix = kernel_matrix(weight, **self.layout)
         frame = _tall(lift(matrix))
-        if not _is_frame(frame, None):
+        if frame.is_meta or not _is_frame(frame, _rounding(frame, weight.dtype)):
             self.base.zero_()
             self.tau.zero_()
             self.signs.fill_(1)
@@ -156,6 +158,8 @@ def orthogonal_loss(weight: Tensor) -> Tensor:
 def is_orthogonal(weight: Tensor, *, atol: float | None = None) -> bool:
     """Return whether the rows or the columns (the fewer) of the flattened kernel ``(out, in * k)`` are orthonormal.
 
+    The weight of a grouped or transposed convolution stands for other matrices: give each of them by itself.
+
     Args:
         weight: ``(out, in)`` or ``(out, in, *k)``.
         atol: how far an inner product may be off; ``None`` for ten times the rounding of a sum of that length.
@@ -165,18 +169,20 @@ def is_orthogonal(weight: Tensor, *, atol: float | None = None) -> bool:
         (True, False)
     """
     check_matrix(weight, "is_orthogonal")
-    return _is_frame(_tall(lift(weight.detach().flatten(1))), atol if atol is not None else _rounding(weight))
+    return _is_frame(
+        _tall(lift(weight.detach().flatten(1))),
+        atol if atol is not None else _rounding(weight.flatten(1), weight.dtype),
+    )
 
 
-def _rounding(weight: Tensor) -> float:
-    return float(10 * max(weight.shape[0], weight[0].numel()) ** 0.5 * torch.finfo(weight.dtype).eps)
+def _rounding(matrix: Tensor, dtype: torch.dtype) -> float:
+    return float(10 * max(matrix.shape[-2:]) ** 0.5 * torch.finfo(dtype).eps)
 
 
-def _is_frame(frame: Tensor, atol: float | None) -> bool:
+def _is_frame(frame: Tensor, atol: float) -> bool:
     gram = frame.mT @ frame
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    tolerance = 10 * frame.shape[-2] ** 0.5 * torch.finfo(frame.dtype).eps if atol is None else atol
-    return bool(((gram - identity).abs() <= tolerance).all())
+    return bool(((gram - identity).abs() <= atol).all())
 
 
 def _tall(matrix: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from orthocond.errors import ArgumentError
 from orthocond.linalg import covariance
+from orthocond.linalg._precision import lift, narrow
 from orthocond.nn._meta import MetaLayer
 
 __all__ = ["CovariancePool2d"]
@@ -60,9 +61,10 @@ class CovariancePool2d(MetaLayer):
         """Return the descriptors of ``x`` ``(B, C, H, W)``."""
         if x.ndim != 4:
             raise ArgumentError(f"CovariancePool2d expected input (B, C, H, W), got {tuple(x.shape)}; pass features.")
-        P = covariance(x.flatten(2))
+        P = covariance(lift(x.flatten(2)))  # a half type would overflow where its features don't
         (Q,), eigenvalues = self._root(P, (0.5,))
         self._keep_spectrum(P, eigenvalues)
+        Q = narrow(Q, x)
         if not self.vectorize:
             return Q
         row, column = torch.triu_indices(Q.shape[-2], Q.shape[-1], device=Q.device)

@@ -1,11 +1,12 @@
 """The skew orthogonal convolution: orthogonal as a map of images."""
 
 import math
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from orthocond.errors import ArgumentError
+from orthocond.errors import ArgumentError, NonFiniteError
 
 __all__ = ["SkewOrthogonalConv2d"]
 
@@ -23,7 +24,8 @@ class SkewOrthogonalConv2d(nn.Conv2d):
     input channels the norm is preserved exactly; with fewer it can only fall.
 
     The series is summed for :math:`L/m` and applied :math:`m` times, with :math:`m` from a bound of its norm, so that
-    it converges to float32 rounding. Compiled or exported, the layer keeps the :math:`m` of its last eager call.
+    it converges to float32 rounding. It depends on the data, so `torch.compile` breaks the graph there unless the
+    kernel is normalised, and `torch.export` takes the :math:`m` of the last call, which is saved with the state.
 
     Reference:
         Singla and Feizi, Skew orthogonal convolutions, ICML 2021; the bound: Singla and Feizi, Fantastic four: bounds
@@ -38,7 +40,7 @@ class SkewOrthogonalConv2d(nn.Conv2d):
     """How often the exponential of the divided kernel is applied."""
 
     @classmethod
-    def take_over(cls, module: nn.Module, name: str = "weight", *, normalize: bool = False) -> "SkewOrthogonalConv2d":
+    def take_over(cls, module: nn.Module, name: str = "weight", *, normalize: bool = False) -> Self:
         """Turn a plain convolution into a skew orthogonal one, in place, with a fresh kernel.
 
         Raises:
@@ -50,15 +52,16 @@ class SkewOrthogonalConv2d(nn.Conv2d):
             )
         size, stride = module.kernel_size, module.stride
         odd_and_same = all(k % 2 and p == k // 2 for k, p in zip(size, _padding(module), strict=True))
-        if not odd_and_same or stride[0] != stride[1] or module.groups != 1 or set(module.dilation) != {1}:
+        can_turn = module.padding_mode in ("zeros", "circular") and module.groups == 1 and set(module.dilation) == {1}
+        if not odd_and_same or not can_turn or stride[0] != stride[1]:
             raise ArgumentError(
-                "kind='operator' expected an odd kernel with padding k // 2, equal strides, no groups and no dilation, "
-                f"got {module}; use kind='kernel'."
+                "kind='operator' expected an odd kernel with padding k // 2 of zeros or circular, equal strides, no "
+                f"groups and no dilation, got {module}; use kind='kernel'."
             )
         channels = max(module.in_channels * stride[0] ** 2, module.out_channels)
         weight = module.weight.new_empty(channels, channels, *size)
         nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-        module.weight = nn.Parameter(weight)
+        module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
         module.__class__ = cls
         assert isinstance(module, cls)
         module.normalize = normalize
@@ -67,6 +70,8 @@ class SkewOrthogonalConv2d(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """Return the image ``(N, out, H / s, W / s)`` of ``x`` ``(N, in, H, W)``."""
         stride = self.stride[0]
+        if x.ndim != 4 or x.shape[1] != self.in_channels:
+            raise ArgumentError(f"expected images (N, {self.in_channels}, H, W), got {tuple(x.shape)}.")
         if x.shape[-1] % stride or x.shape[-2] % stride:
             raise ArgumentError(f"an orthogonal stride of {stride} expected images it divides, got {tuple(x.shape)}.")
         x = nn.functional.pixel_unshuffle(x, stride) if stride > 1 else x
@@ -75,8 +80,8 @@ class SkewOrthogonalConv2d(nn.Conv2d):
         if self.normalize:
             kernel = kernel / _norm_bound(kernel).clamp(min=1.0).to(kernel)
             self.num_repeats = 1
-        elif not torch.compiler.is_compiling():
-            self.num_repeats = max(1, math.ceil(float(_norm_bound(kernel.detach()))))
+        elif not torch.compiler.is_exporting():
+            self.num_repeats = _num_repeats(kernel.detach())
         kernel = kernel / self.num_repeats
         for _ in range(self.num_repeats):
             term = x
@@ -85,6 +90,14 @@ class SkewOrthogonalConv2d(nn.Conv2d):
                 x = x + term
         x = x[:, : self.out_channels]
         return x if self.bias is None else x + self.bias.view(-1, 1, 1)
+
+    def get_extra_state(self) -> dict[str, int]:
+        """Return what the state holds beside tensors."""
+        return {"num_repeats": self.num_repeats}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Take it over."""
+        self.num_repeats = state["num_repeats"]
 
     def _convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
         padding = _padding(self)
@@ -96,6 +109,14 @@ class SkewOrthogonalConv2d(nn.Conv2d):
 
 def _padding(module: nn.Conv2d) -> tuple[int, ...]:
     return tuple(k // 2 for k in module.kernel_size) if module.padding == "same" else tuple(module.padding)  # type: ignore[arg-type]
+
+
+@torch.compiler.disable
+def _num_repeats(kernel: Tensor) -> int:
+    bound = float(_norm_bound(kernel))
+    if not math.isfinite(bound):
+        raise NonFiniteError("the kernel of an orthogonal convolution holds NaN or infinity; lower the learning rate.")
+    return max(1, math.ceil(bound))
 
 
 def _norm_bound(kernel: Tensor) -> Tensor:

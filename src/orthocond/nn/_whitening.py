@@ -19,11 +19,12 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from orthocond.errors import ArgumentError
+from orthocond.errors import ArgumentError, GradientError
 from orthocond.linalg import covariance
+from orthocond.linalg._precision import autocast_off
 from orthocond.nn._features import Features, features
 
-__all__ = ["Statistics", "whiten", "whiten_by_autograd"]
+__all__ = ["Statistics", "check_num_samples", "whiten", "whiten_by_autograd"]
 
 Root = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 """From covariances ``(groups, c, c)`` to their inverse roots, differentiable, and their eigenvalues where known."""
@@ -54,7 +55,7 @@ def whiten(
     groups: int,
     root: Root,
     process_group: Any = None,
-    sync: bool,
+    sync: bool = False,
 ) -> tuple[Tensor, Statistics]:
     """Return the whitened features and the statistics that whitened them.
 
@@ -101,18 +102,19 @@ class _Whiten(torch.autograd.Function):
         process_group: Any,
         sync: bool,
     ) -> tuple[Tensor | None, ...]:
-        samples, mean, centre, P, num_samples = _moments(features(x, groups), process_group, sync)
+        samples, mean, is_centred, P, num_samples = _moments(features(x, groups), process_group, sync)
         # The root's own graph on the small matrices: whatever solver and gradient rule it has.
-        with torch.enable_grad():
-            leaf = P.detach().requires_grad_()
+        wanted = any(ctx.needs_input_grad[:3]) and not torch.is_inference_mode_enabled()
+        with torch.set_grad_enabled(wanted):
+            leaf = P.detach().requires_grad_(wanted)
             S, eigenvalues = root(leaf)
         whitening = S.detach()
         W = whitening if gamma is None else gamma.view(groups, -1, 1) * whitening
-        bias = -_times(W, centre)
+        bias = torch.zeros_like(mean) if is_centred else -_times(W, mean)
         if beta is not None:
             bias = bias + beta.view(groups, -1)
-        ctx.save_for_backward(x, gamma, beta, mean, centre, W)
-        ctx.root, ctx.graph = root, (leaf, S)
+        ctx.save_for_backward(x, gamma, beta, mean, W)
+        ctx.root, ctx.graph, ctx.is_centred = root, (leaf, S), is_centred
         ctx.groups, ctx.num_samples, ctx.process_group, ctx.sync = groups, num_samples, process_group, sync
         statistics = (mean, P, whitening, eigenvalues)
         ctx.mark_non_differentiable(*(part for part in statistics if part is not None))
@@ -120,35 +122,44 @@ class _Whiten(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, gamma, beta, mean, centre, W = ctx.saved_tensors
+        x, gamma, beta, mean, W = ctx.saved_tensors
         if torch.is_grad_enabled():  # asked for a graph: by operations that have one
             return _backward_with_graph(ctx, x, gamma, beta, g)
-        groups = ctx.groups
-        samples = features(x, groups)
-        if centre is not mean:
-            samples = samples.shifted(mean)
-        incoming = type(samples).view(g, groups)
-        h = incoming.sum()
-        R = incoming.product(samples) - h.unsqueeze(-1) * centre.unsqueeze(-2)
-        leaf, S = ctx.graph
-        dgamma = (R * S.detach()).sum(-1).flatten() if ctx.needs_input_grad[1] else None
-        dbeta = h.flatten() if ctx.needs_input_grad[2] else None
-        if not ctx.needs_input_grad[0]:
-            return None, dgamma, dbeta, None, None, None, None
-        if ctx.sync:
-            R, h = _summed([R, h], ctx.process_group)
-        dS = R if gamma is None else gamma.view(groups, -1, 1) * R
-        (E,) = torch.autograd.grad(S, leaf, dS, retain_graph=True)
-        K = (2 / ctx.num_samples) * E
-        dx = samples.map(K, -_times(W.mT, h / ctx.num_samples) - _times(K, centre)).add_map_(W.mT, incoming)
-        return dx.tensor(), dgamma, dbeta, None, None, None, None
+        with autocast_off(x.device):
+            return *_backward(ctx, x, gamma, mean, W, g), None, None, None, None
+
+
+def _backward(
+    ctx: Any, x: Tensor, gamma: Tensor | None, mean: Tensor, W: Tensor, g: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    groups = ctx.groups
+    samples = features(x, groups)
+    if ctx.is_centred:
+        samples, centre = samples.shifted(mean), torch.zeros_like(mean)
+    else:
+        centre = mean
+    incoming = type(samples).view(g, groups)
+    h = incoming.sum()
+    R = incoming.product(samples) - h.unsqueeze(-1) * centre.unsqueeze(-2)
+    leaf, S = ctx.graph
+    dgamma = (R * S.detach()).sum(-1).flatten() if ctx.needs_input_grad[1] else None
+    dbeta = h.flatten() if ctx.needs_input_grad[2] else None
+    if ctx.sync:  # also where this process needs no gradient of its input: the others wait for it
+        R, h = _summed([R, h], ctx.process_group)
+    if not ctx.needs_input_grad[0]:
+        return None, dgamma, dbeta
+    dS = R if gamma is None else gamma.view(groups, -1, 1) * R
+    (E,) = torch.autograd.grad(S, leaf, dS, retain_graph=True)
+    K = (2 / ctx.num_samples) * E
+    dx = samples.map(K, -_times(W.mT, h / ctx.num_samples) - _times(K, centre)).add_map_(W.mT, incoming)
+    return dx.tensor(), dgamma, dbeta
 
 
 def _backward_with_graph(
     ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, g: Tensor
 ) -> tuple[Tensor | None, ...]:
     if ctx.sync:
-        raise RuntimeError("synchronised whitening can't be differentiated twice; pass sync=False for that.")
+        raise GradientError("synchronised whitening can't be differentiated twice; pass sync=False for that.")
     y, _ = whiten_by_autograd(x, gamma, beta, groups=ctx.groups, root=ctx.root)
     inputs = [part for part in (x, gamma, beta) if part is not None and part.requires_grad]
     found = iter(torch.autograd.grad(y, inputs, g, create_graph=True))
@@ -156,34 +167,40 @@ def _backward_with_graph(
     return *to_inputs, None, None, None, None
 
 
-def _moments(samples: Features, process_group: Any, sync: bool) -> tuple[Features, Tensor, Tensor, Tensor, float]:
-    """Return the samples, centred where the accuracy asks for it, and their mean, centre, covariance and number.
+def check_num_samples(num_samples: float, shape: torch.Size) -> None:
+    """Raise unless there are enough samples for a covariance."""
+    if num_samples < 2:
+        raise ArgumentError(
+            f"expected at least two samples in training, got {int(num_samples)} with an input of shape "
+            f"{tuple(shape)}; use a larger batch, or eval mode."
+        )
 
-    The centre is the mean of the samples as returned: the mean itself, or zero where they have been centred.
-    Covariance, mean and number are those of all processes.
+
+def _moments(samples: Features, process_group: Any, sync: bool) -> tuple[Features, Tensor, bool, Tensor, float]:
+    """Return the samples, centred where the accuracy asks for it, their mean, whether, their covariance and number.
+
+    Mean, covariance and number are those of all processes.
     """
     own_sum, num_samples = samples.sum(), float(samples.num_samples)
     total = own_sum
     if sync:
         total, count = _summed([own_sum, own_sum.new_full((1,), num_samples)], process_group)
         num_samples = count.item()
-    if num_samples < 2:
-        raise ArgumentError(
-            f"expected at least two samples in training, got {int(num_samples)} with an input of shape "
-            f"{tuple(samples.shape)}; use a larger batch, or eval mode."
-        )
-    mean = centre = total / num_samples
+    check_num_samples(num_samples, samples.shape)
+    mean = total / num_samples
     second = samples.product(samples)
-    squared_mean = samples.num_samples * mean.square().sum()
-    if not squared_mean * (1 + 1 / _LARGEST_SQUARED_MEAN) <= second.diagonal(dim1=-2, dim2=-1).sum():
-        samples, centre = samples.shifted(mean), torch.zeros_like(mean)
+    squared_mean = samples.num_samples * mean.square()
+    small = squared_mean * (1 + 1 / _LARGEST_SQUARED_MEAN) <= second.diagonal(dim1=-2, dim2=-1)
+    is_centred = not second.is_meta and not bool(small.all())
+    if is_centred:
+        samples = samples.shifted(mean)
         second = samples.product(samples)
     else:
         cross = own_sum.unsqueeze(-1) * mean.unsqueeze(-2)
         second = second - cross - cross.mT + samples.num_samples * mean.unsqueeze(-1) * mean.unsqueeze(-2)
     if sync:
         (second,) = _summed([second], process_group)
-    return samples, mean, centre, second / num_samples, num_samples
+    return samples, mean, is_centred, second / num_samples, num_samples
 
 
 def _times(matrices: Tensor, vectors: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def optimal_learning_rate(
         Song, Sebe, Wang 2022, eqs. 18 to 20.
 
     Example:
-        >>> round(optimal_learning_rate(2 * torch.eye(3), torch.eye(3), rule="exact"), 6)
+        >>> round(optimal_learning_rate(2 * torch.eye(3), torch.eye(3), rule="exact", max_lr=2.0), 6)
         1.0
     """
     check_choice(rule, RULES, "rule", "optimal_learning_rate")
