@@ -1,0 +1,67 @@
+"""What the treatments and the monitor add to a training step (Table 6 of the paper), measured side by side.
+
+Run it with ``python -m orthocond.lab.bench.step``: the CIFAR ResNet-50 of the paper, one network and optimizer for each
+method, steps in turns within this run, each method's best step against that of ``svd``.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+import orthocond
+from orthocond.lab.bench.measure import alternate
+from orthocond.lab.models import resnet
+
+__all__ = ["main"]
+
+METHODS = {"svd": "none", "svd+nog": "nog", "svd+olr": "olr", "svd+ow": "ow", "svd+nog+ow+olr": "nog+ow+olr"}
+PAPER = {"svd": 0.0, "svd+nog": 1.4, "svd+olr": 0.7, "svd+ow": 7.9, "svd+nog+ow+olr": 11.5}
+"""The paper's overhead in percent of a step with svd."""
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    contestants = {name: _step(spec, options.batch) for name, spec in METHODS.items()}
+    contestants["svd, monitored"] = _step("none", options.batch, monitored=True)
+    contestants["bn"] = _step(None, options.batch)
+    seconds = alternate(contestants, repeats=options.repeats, warmup=1)
+    base = seconds["svd"]
+    print(
+        f"CIFAR ResNet-50, batch {options.batch}, {torch.get_num_threads()} threads, {options.repeats} steps each in turns"
+    )
+    print(f"{'method':16} {'best s':>7} {'median s':>9} {'best vs svd':>12} {'paired median':>14} {'paper':>7}")
+    for name, times in seconds.items():
+        best = 100 * (min(times) / min(base) - 1)
+        paired = 100 * (statistics.median(own / other for own, other in zip(times, base, strict=True)) - 1)
+        paper = f"{PAPER[name]:+.1f}%" if name in PAPER else ""
+        print(f"{name:16} {min(times):7.3f} {statistics.median(times):9.3f} {best:+11.2f}% {paired:+13.2f}% {paper:>7}")
+
+
+def _step(spec: str | None, batch: int, *, monitored: bool = False) -> Callable[[], object]:
+    model = resnet(50, num_classes=100, small_images=True, stem="bn" if spec is None else "dbn")
+    treatment = orthocond.treat(model, "conv1", spec or "none")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    treatment.attach(optimizer)
+    x, y = torch.randn(batch, 3, 32, 32), torch.randint(100, (batch,))
+    if monitored:
+        orthocond.ConditionMonitor(model)
+
+    def step() -> None:
+        loss = F.cross_entropy(model(x), y) + treatment.penalty()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
