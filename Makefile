@@ -37,8 +37,10 @@ demo:  ## the demonstration
 docs:  ## the documentation site
 	@echo "make docs: the documentation site is not built yet; docs/ holds its pages" >&2; exit 1
 
-bench: $(STAMP)  ## what the roots cost, as ratios measured side by side
+bench: $(STAMP)  ## what roots, layers and training steps cost, as ratios measured side by side
 	$(BIN)/python -m orthocond.lab.bench.ratios
+	$(BIN)/python -m orthocond.lab.bench.layers
+	$(BIN)/python -m orthocond.lab.bench.step
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .coverage .import_linter_cache

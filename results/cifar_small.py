@@ -73,3 +73,11 @@ def optimizer_and_schedule(model: nn.Module, steps: int):
     """SGD as in the paper, the rate falling linearly to a hundredth over the few steps that there are."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     return optimizer, lambda: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, steps)
+
+
+def mean_and_std(values: list[float]) -> str:
+    """Return values of several seeds as text; a single one has no deviation."""
+    if not values:
+        return ""
+    spread = f" ± {np.std(values, ddof=1):.1f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.1f}{spread}"

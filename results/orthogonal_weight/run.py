@@ -23,7 +23,7 @@ import orthocond
 from orthocond.nn import DecorrelatedBatchNorm2d
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from cifar_small import STEMS, batches, error, load, network, optimizer_and_schedule
+from cifar_small import STEMS, batches, error, load, mean_and_std, network, optimizer_and_schedule
 
 RUNS = Path(__file__).with_name("runs.jsonl")
 METHODS = {"svd": ("none", {}), "svd+nog": ("nog", {})}
@@ -62,23 +62,49 @@ def run(train, test, stem, method, seed, steps):
         "cond_support": float(np.median(late)),
         "rate": float(np.mean(rates)) if rates else None,
         "switched": switched / steps,
-        "raw_norm": float(treatment.parameter.norm()),
+        "raw_norm": float(treatment.parameter.detach().norm()),
         "seconds": round(time.perf_counter() - start, 1),
     }
 
 
+def table(records):
+    """Return a Markdown table, mean and standard deviation over the seeds."""
+    lines = [
+        "| stem | method | test error | training loss | condition number | rate used | norm of raw tensor | seeds |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for stem, method in itertools.product(STEMS, METHODS):
+        rows = [r for r in records if (r["stem"], r["method"]) == (stem, method)]
+        if not rows:
+            continue
+        rates = [r["rate"] for r in rows if r["rate"] is not None]
+        cells = [
+            mean_and_std([r["error"] for r in rows]),
+            f"{np.mean([r['loss'] for r in rows]):.2f}",
+            f"{np.median([r['cond_support'] for r in rows]):.0f}",
+            f"{np.mean(rates):.3f}" if rates else "",
+            f"{np.mean([r['raw_norm'] for r in rows]):.1f}",
+            str(len(rows)),
+        ]
+        lines.append(f"| {stem} | {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("data")
+    parser.add_argument("data", nargs="?", help="without it, the table of the runs that are there is printed")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--worker", default="0/1", help="do every n-th run: 0/2 and 1/2 share the work")
     options = parser.parse_args()
+    done = [json.loads(line) for line in RUNS.read_text().splitlines()] if RUNS.exists() else []
+    if options.data is None:
+        print(table(done))
+        return
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", orthocond.errors.OrthocondWarning)
     train, test = load(options.data, "train"), [part[:5000] for part in load(options.data, "test")]
     worker, workers = map(int, options.worker.split("/"))
-    done = [json.loads(line) for line in RUNS.read_text().splitlines()] if RUNS.exists() else []
     known = {(r["stem"], r["method"], r["seed"], r["steps"]) for r in done}
     jobs = itertools.product(range(options.seeds), STEMS, METHODS)
     for number, (seed, stem, method) in enumerate(jobs):

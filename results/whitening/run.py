@@ -24,7 +24,7 @@ from orthocond.linalg import matrix_inv_sqrth, spectrum
 from orthocond.nn import DecorrelatedBatchNorm2d
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from cifar_small import STEMS, batches, error, load, network, optimizer_and_schedule
+from cifar_small import STEMS, batches, error, load, mean_and_std, network, optimizer_and_schedule
 
 RUNS = Path(__file__).with_name("runs.jsonl")
 CANDIDATES = {
@@ -83,21 +83,42 @@ def run(train, test, stem, name, seed, steps):
     return record | {"seconds": round(time.perf_counter() - start, 1)}
 
 
+def table(records):
+    """Return a Markdown table of the test errors, mean and standard deviation over the seeds."""
+    columns = ("running whitening", "running covariance", "batch statistics")
+    lines = ["| stem | setting | rank kept | " + " | ".join(columns) + " |", "| --- | --- | --- | --- | --- | --- |"]
+    for stem, name in itertools.product(STEMS, CANDIDATES):
+        rows = [r for r in records if (r["stem"], r["candidate"]) == (stem, name)]
+        ranks = sorted({r["rank"] for r in rows if "rank" in r})
+        kept = "" if not ranks else f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+        cells = [mean_and_std([r[column] for r in rows if column in r]) for column in columns]
+        lines.append(f"| {stem} | {name} | {kept} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("data")
+    parser.add_argument("data", nargs="?", help="without it, the table of the runs that are there is printed")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--only", default="", help="settings with this in their name, e.g. 'rtol 1e-3' or 'full rank'")
     parser.add_argument("--worker", default="0/1", help="do every n-th run: 0/2 and 1/2 share the work")
     options = parser.parse_args()
+    done = [json.loads(line) for line in RUNS.read_text().splitlines()] if RUNS.exists() else []
+    if options.data is None:
+        print(table(done))
+        return
     torch.set_num_threads(1)
     train, test = load(options.data, "train"), [part[:5000] for part in load(options.data, "test")]
     worker, workers = map(int, options.worker.split("/"))
-    done = [json.loads(line) for line in RUNS.read_text().splitlines()] if RUNS.exists() else []
     known = {(r["stem"], r["candidate"], r["seed"], r["steps"]) for r in done}
     jobs = itertools.product(range(options.seeds), STEMS, CANDIDATES)
     for number, (seed, stem, name) in enumerate(jobs):
-        if number % workers != worker or (stem, name, seed, options.steps) in known:
+        if (
+            options.only not in f"{stem}, {name}"
+            or number % workers != worker
+            or (stem, name, seed, options.steps) in known
+        ):
             continue
         record = run(train, test, stem, name, seed, options.steps)
         with RUNS.open("a") as file:

@@ -129,7 +129,7 @@ def resnet(
         stem: ``"bn"``, or ``"dbn"`` for decorrelated batch norm.
         head: ``"average"``, or ``"covariance"`` for covariance pooling.
         reduction: channels of a 1x1 convolution in front of the head; ``None`` for none.
-        **options: of the meta-layer: ``eps``, ``rtol``, ``solver``, ``gradient``, and for ``"dbn"`` ``groups``, ``sync``.
+        **options: of the meta-layer: ``eps``, ``rtol``, ``solver``, ``gradient``; the stem's also ``groups``, ``sync``.
 
     Raises:
         ArgumentError: an unknown depth, stem or head.

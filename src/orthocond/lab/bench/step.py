@@ -34,9 +34,8 @@ def main() -> None:
     contestants["bn"] = _step(None, options.batch)
     seconds = alternate(contestants, repeats=options.repeats, warmup=1)
     base = seconds["svd"]
-    print(
-        f"CIFAR ResNet-50, batch {options.batch}, {torch.get_num_threads()} threads, {options.repeats} steps each in turns"
-    )
+    threads = torch.get_num_threads()
+    print(f"CIFAR ResNet-50, batch {options.batch}, {threads} threads, {options.repeats} steps each in turns")
     print(f"{'method':16} {'best s':>7} {'median s':>9} {'best vs svd':>12} {'paired median':>14} {'paper':>7}")
     for name, times in seconds.items():
         best = 100 * (min(times) / min(base) - 1)
