@@ -165,6 +165,34 @@ def test_reduce_on_plateau_and_a_tensor_learning_rate():
     assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.1, 0.1])
 
 
+def test_a_tensor_learning_rate_is_that_of_one_group_alone():
+    moved = []
+    for spec in ("none", "olr"):
+        model = net()
+        treatment = treat(model, "conv1", spec)
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+        treatment.attach(optimizer)
+        loss_of(model).backward()
+        with torch.no_grad():
+            model.conv1.weight.grad.copy_(20 * model.conv1.weight)
+        before = model.head.weight.detach().clone()
+        optimizer.step()
+        moved.append(model.head.weight.detach() - before)
+    assert treatment.last.switched
+    assert torch.equal(*moved)
+
+
+def test_a_weight_that_the_user_parametrized_keeps_its_parameter():
+    model = net()
+    nn.utils.parametrizations.spectral_norm(model.conv1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    treat(model, "conv1", "nog").attach(optimizer)
+    step(model, optimizer)
+    nn.utils.parametrizations.weight_norm(model.conv2)
+    with pytest.raises(ArgumentError, match="made of several tensors"):
+        treat(model, "conv2", "nog").attach(optimizer)
+
+
 def every_optimizer():
     for name in sorted(torch.optim.__all__):
         cls = getattr(torch.optim, name, None)

@@ -187,7 +187,7 @@ class Treatment:
             orthogonal_weight(layer, kind=options["kind"], normalize=options["normalize"])
         if "sn" in self.names:
             spectral_norm(layer, "weight")
-        if parametrize.is_parametrized(layer, "weight"):
+        if self.names & {"ow", "sn"} and parametrize.is_parametrized(layer, "weight"):
             # A new object: an optimizer made before holds the old one, which shows when it is attached.
             trained = layer.parametrizations.weight  # type: ignore[union-attr]
             trained.original = nn.Parameter(trained.original.detach().clone())  # type: ignore[union-attr, operator]
@@ -203,11 +203,14 @@ class Treatment:
     @property
     def parameter(self) -> nn.Parameter:
         """The tensor that is trained: the weight, or what is behind its parametrization."""
+        parameter: Any = self.layer.weight
         if parametrize.is_parametrized(self.layer, "weight"):
-            parameter = self.layer.parametrizations.weight.original  # type: ignore[union-attr]
-        else:
-            parameter = self.layer.weight
-        assert isinstance(parameter, nn.Parameter)
+            parameter = getattr(self.layer.parametrizations.weight, "original", None)  # type: ignore[union-attr]
+        if not isinstance(parameter, nn.Parameter):
+            raise ArgumentError(
+                f"the weight of {self.name!r} is made of several tensors, and a treatment acts on one; "
+                "remove that parametrization first."
+            )
         return parameter
 
     @property
@@ -303,11 +306,8 @@ class Treatment:
                 f"the state is that of {state['spec']} on {state['layer']!r}, not of {self.spec} on {self.name!r}; "
                 "treat the model as it was when the checkpoint was written."
             )
-        last = state["last"]
-        self._gram = None
-        self._last = None if last is None else LastStep(**{
-            **last, "gradient_range": None if last["gradient_range"] is None else tuple(last["gradient_range"])
-        })  # fmt: skip
+        last, self._gram = state["last"], None
+        self._last = None if last is None else LastStep(**last)
 
     def _split(self, group: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
         if "initial_lr" in group:
@@ -315,18 +315,12 @@ class Treatment:
                 f"olr gives the parameter of {self.name!r} a group of its own, and a scheduler has been made for the "
                 "groups as they are; attach the treatment before you make the scheduler."
             )
-        parameter = self.parameter
-        group["params"] = [other for other in group["params"] if other is not parameter]
-        names = group.get("param_names")
+        index = next(i for i, other in enumerate(group["params"]) if other is self.parameter)
+        own: Any = group["params"].pop(index)
+        if "param_names" in group:  # an optimizer of named parameters
+            own = (group["param_names"].pop(index), own)
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        if names is not None:  # an optimizer of named parameters
-            own = f"{self.name}.weight"
-            kept = [name for name in names if _is_name_of(name, self.name)]
-            own = kept[0] if kept else own
-            group["param_names"] = [name for name in names if name != own]
-            optimizer.add_param_group({"params": [(own, parameter)], **settings})
-        else:
-            optimizer.add_param_group({"params": [parameter], **settings})
+        optimizer.add_param_group({"params": [own], **settings})
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -358,22 +352,19 @@ class Treatment:
         rate, eta, switched = float(lr), None, False
         # A fused optimizer under GradScaler unscales within its step: what it is given has to be scaled.
         scale = getattr(optimizer, "grad_scale", None)
+        scale = 1.0 if scale is None else scale
         if "nog" in self.names:
-            matrix = kernel_matrix(parameter.grad, **self._layout).double()
+            matrix = kernel_matrix(parameter.grad, **self._layout).double() / scale
             self._gram = matrix @ matrix.mT if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT @ matrix
             nearest = nearest_orthogonal_gradient(parameter, solver=self.options["solver"], **self._layout)
             assert nearest is not None
-            parameter.grad.copy_(nearest if scale is None else nearest * scale)
+            parameter.grad.copy_(nearest * scale)
         if "olr" in self.names:
-            gradient = parameter.grad if scale is None else parameter.grad / scale
-            eta = self._optimal_rate(gradient, rate)
+            eta = self._optimal_rate(parameter.grad / scale, rate)
             switched = 0 < eta < rate
             if switched:
-                self._scheduled = (group, lr.clone() if isinstance(lr, Tensor) else lr)
-                if isinstance(lr, Tensor):
-                    lr.fill_(eta)
-                else:
-                    group["lr"] = eta
+                self._scheduled = (group, lr)
+                group["lr"] = torch.full_like(lr, eta) if isinstance(lr, Tensor) else eta
                 rate = eta
         self._last = LastStep(rate, eta, switched)
 
@@ -393,10 +384,7 @@ class Treatment:
         if self._scheduled is None:
             return
         group, lr = self._scheduled
-        if isinstance(group["lr"], Tensor):
-            group["lr"].copy_(lr)
-        else:
-            group["lr"] = lr
+        group["lr"] = lr
         self._scheduled = None
 
 
@@ -437,7 +425,3 @@ def _group_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> dict
         if any(other is parameter for other in group["params"]):
             return group
     return None
-
-
-def _is_name_of(name: str, layer: str) -> bool:
-    return f".{name}".endswith((f".{layer}.weight", f".{layer}.parametrizations.weight.original"))
