@@ -1,5 +1,8 @@
 """The condition monitor."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -85,6 +88,25 @@ def test_log_writes_the_newest_record():
         monitor.log(writer, 7)
     assert writer.scalars["condition/1/rank", 7] == monitor.latest()["1"]["rank"]
     assert len(writer.scalars) == 10
+
+
+def test_copies_are_not_watched_and_a_watched_model_can_be_saved():
+    model = network()
+    with ConditionMonitor(model) as monitor:
+        other = copy.deepcopy(model)
+        other(noise(2, 3, 9, 9))
+        pickle.dumps(model)
+    assert monitor.history() == []
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of torch.compile's own
+def test_a_compiled_model_is_watched():
+    model = network()
+    compiled = torch.compile(model, backend="eager")
+    with ConditionMonitor(compiled) as monitor:
+        for _ in range(3):
+            compiled(noise(2, 3, 9, 9))
+    assert [(r["layer"], r["step"]) for r in monitor.history()] == [(n, s) for s in range(3) for n in ("1", "3")]
 
 
 def test_bad_input():

@@ -426,6 +426,45 @@ def test_checkpoints_of_optimizer_and_treatment():
         assert torch.equal(a, b)
 
 
+def test_a_step_that_fails_leaves_the_scheduled_rate():
+    model = net()
+    treatment = treat(model, "conv1", "olr")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    treatment.attach(optimizer)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def fail(*_):
+        raise RuntimeError("no")
+
+    handle = optimizer.register_step_pre_hook(fail)
+    loss_of(model).backward()
+    with torch.no_grad():
+        model.conv1.weight.grad.copy_(20 * model.conv1.weight)
+    with pytest.raises(RuntimeError, match="no"):
+        optimizer.step()
+    handle.remove()
+    assert optimizer.state_dict()["param_groups"][1]["lr"] == 0.1
+    optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.05]
+
+
+def test_a_frozen_weight_stays_frozen_and_what_others_put_there_stays():
+    model = net()
+    model.conv1.requires_grad_(False)
+    assert not treat(model, "conv1", "ow").parameter.requires_grad
+    model = net()
+    nn.utils.parametrizations.spectral_norm(model.conv1)
+    treat(model, "conv1", "nog").remove()
+    assert parametrize.is_parametrized(model.conv1)
+
+
+def test_the_state_of_another_kind_is_refused():
+    state = treat(net(), "conv1", "ow", normalize=False).state_dict()
+    with pytest.raises(ArgumentError, match="'normalize': False"):
+        treat(net(), "conv1", "ow", normalize=True).load_state_dict(state)
+
+
 def test_detach_and_remove():
     model = net()
     treatment = treat(model, "conv1", "nog+ow")
@@ -549,6 +588,38 @@ def test_find_pre_svd(model, expected):
         assert find_pre_svd(model, noise(2, 3, 5, 5)) == expected
     assert all(module.training for module in model.modules())
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+
+
+class Gated(nn.Module):
+    """Squeeze and excite: the gate is deeper than what it gates, and is not what is decomposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.down, self.up = nn.Conv2d(3, 8, 1), nn.Linear(8, 4), nn.Linear(4, 8)
+        self.norm = DecorrelatedBatchNorm2d(8)
+
+    def forward(self, x):
+        x = self.conv(x)
+        gate = torch.sigmoid(self.up(torch.relu(self.down(x.mean((2, 3))))))
+        return self.norm(input=x * gate[:, :, None, None])
+
+
+class Attending(nn.Module):
+    """An attention that uses the weight of its last layer without calling it, and a norm with a weight of images."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.attention = nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm, self.pool = nn.LayerNorm((4, 8)), CovariancePool2d()
+
+    def forward(self, x):
+        x = self.norm(self.attention(*[self.linear(x)] * 3)[0])
+        return self.pool(x.mT.unflatten(2, (2, 2)))
+
+
+def test_find_pre_svd_is_not_misled():
+    assert find_pre_svd(Gated(), noise(2, 3, 5, 5)) == {"norm": "conv"}
+    assert find_pre_svd(Attending(), noise(2, 4, 8)) == {"pool": "attention.out_proj"}
 
 
 class Siamese(nn.Module):

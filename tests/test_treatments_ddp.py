@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 import torch.distributed
 import torch.multiprocessing
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from orthocond import treat
+from orthocond.errors import ArgumentError
 from orthocond.nn import DecorrelatedBatchNorm2d
 
 from cases import noise
@@ -46,6 +48,8 @@ def work(rank, folder):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    with pytest.raises(ArgumentError, match="before you wrap it"):
+        treat(DistributedDataParallel(network()), "0", "ow")
     torch.save(trained(DistributedDataParallel, slice(4 * rank, 4 * rank + 4)), f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 

@@ -1,9 +1,10 @@
 """Finding the Pre-SVD layer: the one whose output a meta-layer decomposes."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from orthocond.errors import ArgumentError
 from orthocond.nn._meta import MetaLayer
@@ -16,8 +17,8 @@ def find_pre_svd(model: nn.Module, example_input: Any) -> dict[str, str]:
 
     The model is run once, in eval mode and without a trace on it. From the input of each meta-layer the autograd graph
     is followed back, through normalisations, activations and reshapes, to the nearest layer with a matrix for a weight.
-    Where ways meet, as in a residual addition, it is the one with the most layers behind it: the end of the branch, not
-    of the shortcut.
+    Where ways meet, it is the one that has the images' size and the most layers behind it: of a residual addition the
+    end of the branch, not of the shortcut, and never a gate.
 
     Args:
         model: with at least one meta-layer of `orthocond.nn`.
@@ -40,23 +41,26 @@ def find_pre_svd(model: nn.Module, example_input: Any) -> dict[str, str]:
         raise ArgumentError(
             "find_pre_svd found no meta-layer in the model; put one in, e.g. with orthocond.nn.convert_batchnorm."
         )
-    layers = {module: name for name, module in model.named_modules() if has_matrix(module)}
-    produced: dict[Any, str] = {}
-    reached: dict[str, Any] = {}
+    modes = {module: module.training for module in model.modules()}
+    handles: list[Any] = []
+    produced: dict[Any, Layer] = {}
+    reached: dict[str, Tensor] = {}
 
-    def after(module: nn.Module, _: Any, output: Any) -> None:
+    def after(name: str, output: Any) -> None:
         for tensor in _tensors(output):
             if tensor.grad_fn is not None:
-                produced.setdefault(tensor.grad_fn, layers[module])
+                produced.setdefault(tensor.grad_fn, Layer(name, tensor.shape[2:]))
 
-    def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        reached.setdefault(metas[module], next((tensor.grad_fn for tensor in _tensors(inputs)), None))
+    def before(module: nn.Module, inputs: tuple[Any, ...], named_inputs: dict[str, Any]) -> None:
+        for tensor in _tensors((inputs, named_inputs))[:1]:
+            reached.setdefault(metas[module], tensor)
 
-    modes = {module: module.training for module in model.modules()}
-    handles = [module.register_forward_hook(after) for module in layers]
-    handles += [module.register_forward_pre_hook(before) for module in metas]
     try:
         model.eval()
+        for name, module in model.named_modules():
+            if has_matrix(module):
+                handles.append(module.register_forward_hook(lambda _, __, output, name=name: after(name, output)))
+        handles += [module.register_forward_pre_hook(before, with_kwargs=True) for module in metas]
         with torch.enable_grad():
             _call(model, example_input)
     finally:
@@ -64,30 +68,60 @@ def find_pre_svd(model: nn.Module, example_input: Any) -> dict[str, str]:
             handle.remove()
         for module, training in modes.items():
             module.training = training
-    return {name: _nearest(name, reached, produced) for name in metas.values()}
+    owners = {
+        parameter: Layer(name, None)
+        for name, module in model.named_modules()
+        if has_matrix(module)
+        for parameter in module.parameters(recurse=False)
+        if parameter.ndim >= 2
+    }
+    return {name: _nearest(name, reached, produced, owners) for name in metas.values()}
 
 
-def _nearest(meta: str, reached: dict[str, Any], produced: dict[Any, str]) -> str:
+class Layer(NamedTuple):
+    """A layer that made a node of the autograd graph."""
+
+    name: str
+    shape: torch.Size | None
+    """The output's, from the third dimension on; None for a layer whose weight was used without calling it."""
+
+
+def _nearest(meta: str, reached: dict[str, Tensor], produced: dict[Any, Layer], owners: dict[Any, Layer]) -> str:
     if meta not in reached:
         raise ArgumentError(f"the model did not call the meta-layer {meta!r} for the example input; pass another one.")
-    queue, seen, candidates = [reached[meta]], set(), []
+    queue, found = [reached[meta].grad_fn], dict[Any, Layer]()
+    seen: set[Any] = set()
     for node in queue:  # breadth first: the list grows as it is walked
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node in produced:
-            candidates.append(node)
+        layer = produced.get(node) or _owner(node, owners)
+        if layer is not None:
+            found[node] = layer
         else:
             queue.extend(following for following, _ in node.next_functions)
-    if not candidates:
+    if not found:
         raise ArgumentError(
             f"the meta-layer {meta!r} has no layer with a matrix for a weight behind it; name the layer to treat."
         )
-    depths = _depths(candidates, produced)
-    return produced[max(candidates, key=depths.__getitem__)]  # the first of them where several are as deep
+    # What has the images' size made them; a gate or a condition that is multiplied or added to them hasn't.
+    fitting = [node for node, layer in found.items() if layer.shape == reached[meta].shape[2:]] or list(found)
+    depths = _depths(fitting, produced | found)
+    return found[max(fitting, key=depths.__getitem__)].name  # the first of them where several are as deep
 
 
-def _depths(nodes: list[Any], produced: dict[Any, str]) -> dict[Any, int]:
+def _owner(node: Any, owners: dict[Any, Layer]) -> Layer | None:
+    """Return the layer whose weight the operation multiplies by, itself or transposed."""
+    for operand, _ in node.next_functions:
+        if operand is not None and operand.name().startswith(("TBackward", "TransposeBackward", "PermuteBackward")):
+            operand = operand.next_functions[0][0]
+        layer = owners.get(getattr(operand, "variable", None))
+        if layer is not None:
+            return layer
+    return None
+
+
+def _depths(nodes: list[Any], produced: dict[Any, Layer]) -> dict[Any, int]:
     """Return for nodes of the autograd graph, and all behind them, the number of layers on the longest way back."""
     depths: dict[Any, int] = {}
     stack = list(nodes)
@@ -104,7 +138,13 @@ def _depths(nodes: list[Any], produced: dict[Any, str]) -> dict[Any, int]:
 
 
 def has_matrix(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
+    """Return whether a layer multiplies by a matrix, or convolves with one."""
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.Embedding | nn.EmbeddingBag):
+        return False
+    if parametrize.is_parametrized(module, "weight"):  # reading the weight itself may change state, and costs
+        weight = next(module.parametrizations.weight.parameters(recurse=False), None)  # type: ignore[union-attr]
+    else:
+        weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.ndim >= 2 and weight.is_floating_point()
 
 

@@ -1,11 +1,13 @@
 """Watching the condition number of every meta-layer while a model trains."""
 
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
+from orthocond._pre_svd import unwrapped
 from orthocond.errors import ArgumentError
 from orthocond.linalg import solver_failures
 from orthocond.linalg._spectrum import spectrum_of
@@ -27,6 +29,7 @@ class ConditionMonitor:
     """Records rank and condition numbers of every meta-layer, one record for each training forward.
 
     The eigenvalues are those that the layers have anyway, and nothing waits for the device until the history is read.
+    A model that is compiled is to be watched before its first call.
     A layer that decomposes several matrices at a time (groups, or images) is recorded by the worst of them.
 
     Args:
@@ -49,20 +52,23 @@ class ConditionMonitor:
     def __init__(self, model: nn.Module, every: int = 1) -> None:
         if every < 1:
             raise ArgumentError(f"ConditionMonitor expected every >= 1, got {every}.")
+        model = unwrapped(model)
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, MetaLayer)}
         if not layers:
             raise ArgumentError(
                 "ConditionMonitor found no meta-layer in the model; put one in, e.g. by orthocond.nn.convert_batchnorm."
             )
         self.every = every
+        self._layers = layers
         self._forwards = dict.fromkeys(layers, 0)
         self._failures_before = dict.fromkeys(layers, 0)
         self._pending: list[tuple[int, str, Tensor, int]] = []
         self._records: list[dict[str, Any]] = []
+        self._latest: dict[str, dict[str, Any]] = {}
         self._handles = []
         for name, layer in layers.items():
-            self._handles.append(layer.register_forward_pre_hook(lambda _, __, name=name: self._before(name)))
-            self._handles.append(layer.register_forward_hook(lambda layer, _, __, name=name: self._after(name, layer)))
+            self._handles.append(layer.register_forward_pre_hook(partial(self._before, name)))
+            self._handles.append(layer.register_forward_hook(partial(self._after, name)))
 
     def history(self) -> list[dict[str, Any]]:
         """Return all records, oldest first, as plain dicts.
@@ -72,22 +78,19 @@ class ConditionMonitor:
         `orthocond.linalg.spectrum`, with the layer's own ``eps`` and ``rtol``.
         """
         if self._pending:
-            values = torch.stack([numbers.cpu() for _, _, numbers, _ in self._pending]).tolist()
+            values = torch.stack([numbers for _, _, numbers, _ in self._pending]).tolist()
             for (step, layer, _, failures), numbers in zip(self._pending, values, strict=True):
-                record = {
-                    "step": step,
-                    "layer": layer,
-                    **dict(zip(_NUMBERS, numbers, strict=True)),
-                    "failures": failures,
-                }
-                record["rank"] = int(record["rank"])
+                named = dict(zip(_NUMBERS, numbers, strict=True))
+                record = {"step": step, "layer": layer, **named, "rank": int(named["rank"]), "failures": failures}
                 self._records.append(record)
+                self._latest[layer] = record
             self._pending.clear()
         return list(self._records)
 
     def latest(self) -> dict[str, dict[str, Any]]:
         """Return the newest record of each layer."""
-        return {record["layer"]: record for record in self.history()}
+        self.history()
+        return dict(self._latest)
 
     def log(self, writer: Writer, step: int) -> None:
         """Write the newest record of each layer as ``condition/<layer>/<number>`` at ``step``."""
@@ -109,13 +112,16 @@ class ConditionMonitor:
     ) -> None:
         self.close()
 
-    def _before(self, name: str) -> None:
+    @torch.compiler.disable
+    def _before(self, name: str, *_: Any) -> None:
         self._failures_before[name] = _num_failures()
 
+    @torch.compiler.disable
     @torch.no_grad()
-    def _after(self, name: str, layer: nn.Module) -> None:
-        if not isinstance(layer, MetaLayer) or not layer.training:  # another one, in a folded copy
+    def _after(self, name: str, layer: nn.Module, *_: Any) -> None:
+        if layer is not self._layers[name] or not layer.training:  # a copy of the model has a copy of the hook
             return
+        assert isinstance(layer, MetaLayer)
         step = self._forwards[name]
         self._forwards[name] += 1
         eigenvalues = layer.last_eigenvalues if step % self.every == 0 else None

@@ -4,6 +4,7 @@ A treatment is a ``+``-joined set of names of `TREATMENTS`, in any order; ``none
 layer, and nothing else changes.
 """
 
+import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,11 +20,13 @@ from orthocond._pre_svd import find_pre_svd, has_matrix, unwrapped
 from orthocond.errors import ArgumentError, OrthocondWarning, check_choice, check_nonnegative
 from orthocond.linalg import POLAR_SOLVERS
 from orthocond.linalg._kernels import kernel_matrix
+from orthocond.linalg._precision import widen
 from orthocond.linalg._registry import Entry, frozen, resolve
 from orthocond.nn import orthogonal_loss, orthogonal_weight
 from orthocond.nn._orthogonal import KINDS
 from orthocond.nn._skew import SkewOrthogonalConv2d
-from orthocond.optim import RULES, nearest_orthogonal_gradient, optimal_learning_rate
+from orthocond.optim import RULES, nearest_orthogonal_gradient
+from orthocond.optim._learning_rate import rate_for_matrices
 
 __all__ = ["TREATMENTS", "LastStep", "Treatment", "TreatmentEntry", "find_pre_svd", "parse_treatment", "treat"]
 
@@ -119,7 +122,7 @@ def treat(
         loss = criterion(model(x), y) + treatment.penalty()          # zero without ol
 
     Args:
-        model: the model, also one wrapped by DDP or `torch.compile`.
+        model: the model, also one wrapped by `torch.compile` or, unless ``ow`` or ``sn`` replace the weight, by DDP.
         layer: the Pre-SVD layer: a linear layer or a convolution of any kind, as a module or by its dotted name, or
             ``"auto"`` for the one that `find_pre_svd` finds.
         spec: a ``+``-joined set of `TREATMENTS`, in any order, or ``"none"``.
@@ -151,6 +154,11 @@ def treat(
     check_choice(settings["rule"], RULES, "rule", "treat")
     check_nonnegative(settings["penalty_weight"], "penalty_weight", "treat")
     resolve(POLAR_SOLVERS, settings["solver"], "solver", "treat")
+    if isinstance(model, nn.parallel.DistributedDataParallel) and names & {"ow", "sn"}:
+        raise ArgumentError(
+            f"treat with {spec!r} replaces a parameter, which DistributedDataParallel would not notice; "
+            "treat the model before you wrap it."
+        )
     model = unwrapped(model)
     if isinstance(layer, str) and layer == "auto":
         layer = _only_pre_svd(model, example_input)
@@ -183,6 +191,8 @@ class Treatment:
         self._scheduled: Any = None
         self._last: LastStep | None = None
         self._gram: Tensor | None = None
+        _ = self.parameter  # one that can be treated
+        frozen_weight = not self.parameter.requires_grad
         if "ow" in self.names:
             orthogonal_weight(layer, kind=options["kind"], normalize=options["normalize"])
         if "sn" in self.names:
@@ -190,7 +200,8 @@ class Treatment:
         if self.names & {"ow", "sn"} and parametrize.is_parametrized(layer, "weight"):
             # A new object: an optimizer made before holds the old one, which shows when it is attached.
             trained = layer.parametrizations.weight  # type: ignore[union-attr]
-            trained.original = nn.Parameter(trained.original.detach().clone())  # type: ignore[union-attr, operator]
+            value = trained.original.detach().clone()  # type: ignore[union-attr, operator]
+            trained.original = nn.Parameter(value, requires_grad=not frozen_weight)  # type: ignore[union-attr]
 
     def __repr__(self) -> str:
         return f"Treatment(layer={self.name!r}, spec={self.spec!r})"
@@ -203,9 +214,10 @@ class Treatment:
     @property
     def parameter(self) -> nn.Parameter:
         """The tensor that is trained: the weight, or what is behind its parametrization."""
-        parameter: Any = self.layer.weight
         if parametrize.is_parametrized(self.layer, "weight"):
             parameter = getattr(self.layer.parametrizations.weight, "original", None)  # type: ignore[union-attr]
+        else:
+            parameter = self.layer.weight
         if not isinstance(parameter, nn.Parameter):
             raise ArgumentError(
                 f"the weight of {self.name!r} is made of several tensors, and a treatment acts on one; "
@@ -250,6 +262,7 @@ class Treatment:
             self._handles = [
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
+                optimizer.register_state_dict_pre_hook(self._after_step),  # after a step that failed
             ]
         self._optimizer = optimizer
         return self
@@ -271,15 +284,15 @@ class Treatment:
         if isinstance(self.layer, SkewOrthogonalConv2d):
             raise ArgumentError(f"{self!r} is an orthogonal operator, which no plain weight can replace; keep it.")
         self.detach()
-        if parametrize.is_parametrized(self.layer, "weight"):
+        if self.names & {"ow", "sn"} and parametrize.is_parametrized(self.layer, "weight"):
             parametrize.remove_parametrizations(self.layer, "weight", leave_parametrized=True)
 
     def penalty(self) -> Tensor:
         """Return what ``ol`` adds to the loss: zero without it."""
+        if "ol" not in self.names:
+            return self.parameter.new_zeros(())
         weight = self.layer.weight
         assert isinstance(weight, Tensor)
-        if "ol" not in self.names:
-            return weight.new_zeros(())
         matrix = kernel_matrix(weight, **self._layout)
         losses = [orthogonal_loss(group) for group in (matrix if matrix.ndim == 3 else [matrix])]
         total: Tensor = self.options["penalty_weight"] * torch.stack(losses).sum()
@@ -301,10 +314,11 @@ class Treatment:
         Raises:
             ArgumentError: it belongs to another treatment or layer.
         """
-        if (state["spec"], state["layer"]) != (self.spec, self.name):
+        saved, own = ((s["spec"], s["layer"], s["options"]) for s in (state, self.state_dict()))
+        if saved != own:
             raise ArgumentError(
-                f"the state is that of {state['spec']} on {state['layer']!r}, not of {self.spec} on {self.name!r}; "
-                "treat the model as it was when the checkpoint was written."
+                f"the state is that of {saved[0]} on {saved[1]!r} with {saved[2]}, not of {own[0]} on {own[1]!r} with "
+                f"{own[2]}; treat the model as it was when the checkpoint was written."
             )
         last, self._gram = state["last"], None
         self._last = None if last is None else LastStep(**last)
@@ -319,7 +333,11 @@ class Treatment:
         own: Any = group["params"].pop(index)
         if "param_names" in group:  # an optimizer of named parameters
             own = (group["param_names"].pop(index), own)
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        settings = {
+            key: value.clone() if isinstance(value, Tensor) else value  # a rate that is a tensor is each group's own
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
         optimizer.add_param_group({"params": [own], **settings})
 
     def _before_step(
@@ -346,6 +364,7 @@ class Treatment:
         parameter = self.parameter
         group = _group_of(parameter, optimizer)
         found_inf = getattr(optimizer, "found_inf", None)
+        self._last = self._gram = None
         if group is None or parameter.grad is None or (found_inf is not None and bool(found_inf)):
             return
         lr = group["lr"]
@@ -354,27 +373,26 @@ class Treatment:
         scale = getattr(optimizer, "grad_scale", None)
         scale = 1.0 if scale is None else scale
         if "nog" in self.names:
-            matrix = kernel_matrix(parameter.grad, **self._layout).double() / scale
-            self._gram = matrix @ matrix.mT if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT @ matrix
             nearest = nearest_orthogonal_gradient(parameter, solver=self.options["solver"], **self._layout)
             assert nearest is not None
+            matrix = widen(kernel_matrix(parameter.grad, **self._layout)) / scale
+            self._gram = matrix @ matrix.mT if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT @ matrix
             parameter.grad.copy_(nearest * scale)
         if "olr" in self.names:
             eta = self._optimal_rate(parameter.grad / scale, rate)
             switched = 0 < eta < rate
             if switched:
-                self._scheduled = (group, lr)
                 group["lr"] = torch.full_like(lr, eta) if isinstance(lr, Tensor) else eta
+                self._scheduled = (group, lr, group["lr"])
                 rate = eta
         self._last = LastStep(rate, eta, switched)
 
     def _optimal_rate(self, gradient: Tensor, rate: float) -> float:
-        """Return eta* for the weight as the layer uses it: under ``ow`` it is the orthogonal one."""
+        """Return eta* for the weight as the layer uses it: for an orthogonal kernel it is the orthogonal one."""
         weight = self.layer.weight
         assert isinstance(weight, Tensor)
-        pair = (kernel_matrix(part, **self._layout).flatten(0, -2) for part in (weight, gradient))
-        limit = rate if self.options["rule"] == "exact" else None
-        return optimal_learning_rate(*pair, rule=self.options["rule"], max_lr=limit)
+        W, G = (kernel_matrix(part, **self._layout) for part in (weight, gradient))
+        return rate_for_matrices(W, G, self.options["rule"], rate if self.options["rule"] == "exact" else math.inf)
 
     def _after_step(self, *_: Any) -> None:
         self._put_back()
@@ -383,8 +401,9 @@ class Treatment:
         """Put the scheduled learning rate back."""
         if self._scheduled is None:
             return
-        group, lr = self._scheduled
-        group["lr"] = lr
+        group, lr, taken = self._scheduled
+        if group["lr"] is taken:  # else somebody has set another one since, after a step that failed
+            group["lr"] = lr
         self._scheduled = None
 
 
@@ -407,6 +426,7 @@ def _found(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
         if name is None:
             raise ArgumentError(f"the layer {layer} is not in the model; pass one of its modules or a dotted name.")
     else:
+        modules |= {name.replace("_orig_mod.", ""): module for name, module in modules.items()}  # compiled parts
         name = layer.replace("_orig_mod.", "").removeprefix("module.") if layer not in modules else layer
         if name not in modules:
             check_choice(name, [other for other, module in modules.items() if has_matrix(module)], "layer", "treat")

@@ -39,5 +39,7 @@ def test_the_head_pools_covariances_and_its_layer_is_found():
 def test_bad_input():
     with pytest.raises(ArgumentError, match="choose one of 18, 34, 50, 101, 152"):
         resnet(20)
+    with pytest.raises(ArgumentError, match="no meta-layer for them"):
+        resnet(18, eps=1e-3)
     with pytest.raises(ArgumentError, match="choose one of bn, dbn"):
         resnet(18, stem="x")

@@ -8,6 +8,7 @@ from torch import nn
 
 from orthocond.errors import ArgumentError, NonFiniteError
 from orthocond.optim import nearest_orthogonal_gradient, optimal_learning_rate
+from orthocond.optim._learning_rate import rate_for_matrices
 
 from cases import noise, rotation
 
@@ -73,6 +74,24 @@ def test_exact_rule_without_a_limit_and_at_its_ends():
     assert optimal_learning_rate(W, torch.eye(3), rule="exact", max_lr=0.5) == 0.5
     assert optimal_learning_rate(0.5 * torch.eye(3), torch.eye(3), rule="exact", max_lr=0.1) == 0.0
     assert objective(W, torch.eye(3), optimal_learning_rate(W, torch.eye(3), rule="exact")) < 1e-6
+
+
+def test_exact_rule_takes_each_group_of_a_convolution_by_itself():
+    W, G = noise(3, 2, 5, dtype=torch.float64), noise(3, 2, 5, dtype=torch.float64, seed=2)
+    eta = rate_for_matrices(W, G, "exact", 1.0)
+    total = lambda eta: sum(objective(w, g, eta) ** 2 for w, g in zip(W, G, strict=True))
+    assert total(eta) <= min(total(x / 400) for x in range(401)) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("rule", ["paper", "exact"])
+@pytest.mark.parametrize("scale", [1e-28, 1e28])
+def test_extreme_gradients(rule, scale):
+    W, G = noise(4, 4), noise(4, 4, seed=2)
+    assert optimal_learning_rate(W, scale * G, rule=rule) == pytest.approx(
+        optimal_learning_rate(W, G, rule=rule) / scale, rel=1e-3
+    )
+    with pytest.raises(NonFiniteError):
+        optimal_learning_rate(W, G / 0, rule=rule)
 
 
 @pytest.mark.parametrize("rule", ["paper", "exact"])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from orthocond.errors import check_choice
+from orthocond.errors import ArgumentError, check_choice
 from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm2d
 
 __all__ = ["DEPTHS", "ResNet", "resnet"]
@@ -138,9 +138,15 @@ def resnet(
         >>> sum(p.numel() for p in resnet(18).parameters())
         11689512
     """
-    check_choice(str(depth), [str(known) for known in DEPTHS], "depth", "resnet")
+    if depth not in DEPTHS:
+        raise ArgumentError(f"resnet got an unknown depth {depth!r}; choose one of {', '.join(map(str, DEPTHS))}.")
     check_choice(stem, ("bn", "dbn"), "stem", "resnet")
     check_choice(head, ("average", "covariance"), "head", "resnet")
+    if options and (stem, head) == ("bn", "average"):
+        raise ArgumentError(
+            f"resnet got options ({', '.join(options)}) and no meta-layer for them; choose a stem or a head."
+        )
+    of_pool = {key: value for key, value in options.items() if key not in ("groups", "sync", "process_group")}
     block, blocks = DEPTHS[depth]
     return ResNet(
         block,
@@ -148,7 +154,7 @@ def resnet(
         num_classes=num_classes,
         small_images=small_images,
         stem_norm=nn.BatchNorm2d if stem == "bn" else lambda n: DecorrelatedBatchNorm2d(n, **options),
-        pool=nn.AdaptiveAvgPool2d(1) if head == "average" else CovariancePool2d(**options),
+        pool=nn.AdaptiveAvgPool2d(1) if head == "average" else CovariancePool2d(**of_pool),
         reduction=reduction,
     )
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from orthocond.errors import ArgumentError, NonFiniteError
+from orthocond.linalg._precision import widen
 
 __all__ = ["SkewOrthogonalConv2d"]
 
@@ -78,7 +79,7 @@ class SkewOrthogonalConv2d(nn.Conv2d):
         x = nn.functional.pad(x, (0, 0, 0, 0, 0, len(self.weight) - x.shape[1]))
         kernel = self.weight - self.weight.flip(-1, -2).transpose(0, 1)
         if self.normalize:
-            kernel = kernel / _norm_bound(kernel).clamp(min=1.0).to(kernel)
+            kernel = kernel / _norm_bound(kernel).to(kernel)
             self.num_repeats = 1
         elif not torch.compiler.is_exporting():
             self.num_repeats = _num_repeats(kernel.detach())
@@ -116,11 +117,11 @@ def _num_repeats(kernel: Tensor) -> int:
     bound = float(_norm_bound(kernel))
     if not math.isfinite(bound):
         raise NonFiniteError("the kernel of an orthogonal convolution holds NaN or infinity; lower the learning rate.")
-    return max(1, math.ceil(bound))
+    return math.ceil(bound)
 
 
 def _norm_bound(kernel: Tensor) -> Tensor:
-    """Return an upper bound of the convolution's norm, from the matrix ``(out, in * k)`` and the number of taps."""
-    matrix = kernel.flatten(1)
-    norm: Tensor = torch.linalg.matrix_norm(matrix.double() @ matrix.double().mT, ord=2)
-    return (kernel[0, 0].numel() * norm).sqrt()
+    """Return an upper bound of the convolution's norm, at least 1, from ``(out, in * k)`` and the number of taps."""
+    matrix = widen(kernel.flatten(1))
+    norm: Tensor = torch.linalg.matrix_norm(matrix @ matrix.mT, ord=2)
+    return (kernel[0, 0].numel() * norm).clamp(min=1.0).sqrt()

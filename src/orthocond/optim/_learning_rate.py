@@ -5,9 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from orthocond.errors import ArgumentError, check_choice, check_matrix, check_nonnegative
+from orthocond.errors import ArgumentError, NonFiniteError, check_choice, check_matrix, check_nonnegative
+from orthocond.linalg._precision import widen
 
-__all__ = ["RULES", "optimal_learning_rate"]
+__all__ = ["RULES", "optimal_learning_rate", "rate_for_matrices"]
 
 RULES = ("paper", "exact")
 
@@ -38,6 +39,7 @@ def optimal_learning_rate(
 
     Raises:
         ArgumentError: shapes that differ, an unknown rule, a negative ``max_lr``.
+        NonFiniteError: weight or gradient hold NaN or infinity.
 
     Reference:
         Song, Sebe, Wang 2022, eqs. 18 to 20.
@@ -56,27 +58,39 @@ def optimal_learning_rate(
     if max_lr is not None:
         check_nonnegative(max_lr, "max_lr", "optimal_learning_rate")
     limit = math.inf if max_lr is None else float(max_lr)
-    W, G = (part.detach().flatten(1).double() for part in (weight, gradient))
-    return _exact(W, G, limit) if rule == "exact" else min(_paper(W, G), limit)
+    return rate_for_matrices(weight.flatten(1), gradient.flatten(1), rule, limit)
+
+
+def rate_for_matrices(weight: Tensor, gradient: Tensor, rule: str, limit: float) -> float:
+    """Return the same for matrices ``(..., m, n)``: the objective is the sum over those of a batch."""
+    W, G = widen(weight.detach()), widen(gradient.detach())
+    size = float(torch.linalg.vector_norm(G))
+    if not math.isfinite(size) or not math.isfinite(float(torch.linalg.vector_norm(W))):
+        raise NonFiniteError(
+            "the optimal learning rate met NaN or infinity in weight or gradient; look for the overflow."
+        )
+    if size == 0:
+        return 0.0
+    # For a gradient of norm 1 nothing over- or underflows on the way.
+    if rule == "exact":
+        return min(_exact(W, G / size, limit * size) / size, limit)
+    return min(_paper(W, G / size) / size, limit)
 
 
 def _paper(W: Tensor, G: Tensor) -> float:
     ww, wg, gg = torch.stack([(W * W).sum(), (W * G).sum(), (G * G).sum()]).tolist()
-    denominator = ww * gg + 2 * wg * wg
-    return ww * wg / denominator if denominator > 0 else 0.0
+    return float(ww * wg / (ww * gg + 2 * wg * wg)) if ww > 0 else 0.0
 
 
 def _exact(W: Tensor, G: Tensor, limit: float) -> float:
-    if W.shape[0] > W.shape[1]:  # the other Gram matrix differs by a constant alone
+    if W.shape[-2] > W.shape[-1]:  # the other Gram matrix differs by a constant alone
         W, G = W.mT, G.mT
-    A = W @ W.mT - torch.eye(len(W), dtype=W.dtype, device=W.device)
+    A = W @ W.mT - torch.eye(W.shape[-2], dtype=W.dtype, device=W.device)
     B = W @ G.mT
     B = B + B.mT
     C = G @ G.mT
     products = ((A * A).sum(), (A * B).sum(), (B * B).sum() + 2 * (A * C).sum(), (B * C).sum(), (C * C).sum())
     aa, ab, quadratic, bc, cc = torch.stack(products).tolist()
-    if cc == 0:
-        return 0.0
     candidates = [0.0, *(root for root in _cubic_roots(4 * cc, -6 * bc, 2 * quadratic, -2 * ab) if 0 < root < limit)]
     if limit < math.inf:
         candidates.append(limit)
