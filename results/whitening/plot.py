@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 SETTINGS = {
     "eps 1e-5, nothing dropped": "small eps,\nnull space inverted",
     "eps 1e-2, nothing dropped (the paper's)": "large eps\n(the paper's)",
-    "rtol 1e-3": "null space dropped\n(orthocond)",
+    "rtol 1e-4": "null space dropped\n(orthocond)",
     "BatchNorm": "BatchNorm",
 }
 COLUMNS = {"batch statistics": ("as in training", "#9aa5b1"), "running whitening": ("in evaluation", "#2563eb")}

@@ -160,7 +160,7 @@ def test_a_rank_deficient_stem_is_the_same_in_training_and_eval():
     y.square().mean().backward()
     assert conv.weight.grad.isfinite().all()
     assert layer.last_eigenvalues.shape == (1, 64)
-    kept = (layer.last_eigenvalues[0] > 1e-3 * layer.last_eigenvalues[0, 0]).sum()
+    kept = (layer.last_eigenvalues[0] > 1e-4 * layer.last_eigenvalues[0, 0]).sum()
     assert 20 <= kept <= 27
     training = y.abs().max()
     assert layer.eval()(conv(x)).abs().max() < 2 * training

@@ -47,7 +47,7 @@ def convert_batchnorm(module: nn.Module, names: Iterable[str] | None = None, **o
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8))
         >>> convert_batchnorm(model, ["1"])[1]
-        DecorrelatedBatchNorm2d(8, momentum=0.1, affine=True, track_running_stats=True, eps=0.0, rtol=0.001)
+        DecorrelatedBatchNorm2d(8, momentum=0.1, affine=True, track_running_stats=True, eps=0.0, rtol=0.0001)
     """
     found = {
         name: layer for name, layer in module.named_modules(remove_duplicate=False) if type(layer) in _COUNTERPARTS

@@ -18,7 +18,7 @@ from orthocond.nn._whitening import Statistics, check_num_samples, whiten, white
 
 __all__ = ["DecorrelatedBatchNorm1d", "DecorrelatedBatchNorm2d", "DecorrelatedBatchNorm3d"]
 
-RANK_RTOL = 1e-3
+RANK_RTOL = 1e-4
 """What ``rtol=None`` means for the solvers by eigenvalues; chosen by experiment, see docs/whitening.md."""
 
 
@@ -211,7 +211,7 @@ _DOC = """Whitens {what} by the covariance of its channels over the batch, ZCA, 
         affine: learn a scale (from ones) and a shift (from zeros) for each channel.
         track_running_stats: keep running statistics for eval; without them eval uses the batch, too.
         groups: whiten the channels in this many groups instead of all together.
-        rtol: eigenvalues at or below ``rtol`` times the largest are dropped; ``None`` means 1e-3 for the solvers by
+        rtol: eigenvalues at or below ``rtol`` times the largest are dropped; ``None`` means 1e-4 for the solvers by
             eigenvalues. The paper's own setting, nothing dropped, is ``eps=1e-2, rtol=0.0``.
         solver: one of `orthocond.linalg.SOLVERS`.
         gradient: one of `orthocond.linalg.GRADIENTS`.
