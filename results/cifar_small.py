@@ -1,6 +1,10 @@
 """What the experiments on CIFAR-10 share: data, augmentation, a small residual network, training and testing."""
 
+import argparse
 import io
+import itertools
+import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -81,3 +85,32 @@ def mean_and_std(values: list[float]) -> str:
         return ""
     spread = f" ± {np.std(values, ddof=1):.1f}" if len(values) > 1 else ""
     return f"{np.mean(values):.1f}{spread}"
+
+
+def experiment(script: str, cases: list[dict], run, table, *, seeds: int) -> None:
+    """Run cases x seeds from the command line; a record each in runs.jsonl beside the script, none of them twice."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("data", nargs="?", help="without it, the table of the runs that are there is printed")
+    parser.add_argument("--seeds", type=int, default=seeds)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--only", default="", help="cases with this in their description, e.g. 'full rank'")
+    parser.add_argument("--worker", default="0/1", help="do every n-th run: 0/2 and 1/2 share the work")
+    options = parser.parse_args()
+    file = Path(script).with_name("runs.jsonl")
+    done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if options.data is None:
+        print(table(done))
+        return
+    torch.set_num_threads(1)
+    train, test = load(options.data, "train"), [part[:5000] for part in load(options.data, "test")]
+    worker, workers = map(int, options.worker.split("/"))
+    for number, (seed, case) in enumerate(itertools.product(range(options.seeds), cases)):
+        key = {**case, "seed": seed, "steps": options.steps}
+        known = any(key.items() <= record.items() for record in done)
+        if known or number % workers != worker or options.only not in ", ".join(case.values()):
+            continue
+        start = time.perf_counter()
+        record = key | run(train, test, **key) | {"seconds": round(time.perf_counter() - start, 1)}
+        with file.open("a") as lines:
+            lines.write(json.dumps(record) + "\n")
+        print(record, flush=True)

@@ -7,12 +7,8 @@ with nog+olr. The operator runs on the narrow stem alone: on 64 channels of 32x3
 finished run adds a line to runs.jsonl beside this file; runs that are there already are not repeated.
 """
 
-import argparse
 import itertools
-import json
 import sys
-import time
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +19,8 @@ import orthocond
 from orthocond.nn import DecorrelatedBatchNorm2d
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from cifar_small import STEMS, batches, error, load, mean_and_std, network, optimizer_and_schedule
+from cifar_small import STEMS, batches, error, experiment, mean_and_std, network, optimizer_and_schedule
 
-RUNS = Path(__file__).with_name("runs.jsonl")
 METHODS = {"svd": ("none", {}), "svd+nog": ("nog", {})}
 for spec, kind, normalize in itertools.product(("ow", "nog+ow", "nog+ow+olr"), ("kernel", "operator"), (False, True)):
     METHODS[f"svd+{spec}, {kind}{', bounded' if normalize else ''}"] = (spec, {"kind": kind, "normalize": normalize})
@@ -39,7 +34,7 @@ def run(train, test, stem, method, seed, steps):
     optimizer, make_schedule = optimizer_and_schedule(model, steps)
     treatment.attach(optimizer)
     schedule = make_schedule()
-    start, losses, rates, switched = time.perf_counter(), [], [], 0
+    losses, rates, switched = [], [], 0
     with orthocond.ConditionMonitor(model) as monitor:
         for x, y in batches(train, steps):
             loss = F.cross_entropy(model(x), y) + treatment.penalty()
@@ -53,17 +48,12 @@ def run(train, test, stem, method, seed, steps):
                 switched += treatment.last.switched
     late = [record["cond_support"] for record in monitor.history()[steps // 2 :]]
     return {
-        "stem": stem,
-        "method": method,
-        "seed": seed,
-        "steps": steps,
         "loss": float(np.mean(losses[-20:])),
         "error": error(model.eval(), *test),
         "cond_support": float(np.median(late)),
         "rate": float(np.mean(rates)) if rates else None,
         "switched": switched / steps,
         "raw_norm": float(treatment.parameter.detach().norm()),
-        "seconds": round(time.perf_counter() - start, 1),
     }
 
 
@@ -90,32 +80,8 @@ def table(records):
     return "\n".join(lines)
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("data", nargs="?", help="without it, the table of the runs that are there is printed")
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--worker", default="0/1", help="do every n-th run: 0/2 and 1/2 share the work")
-    options = parser.parse_args()
-    done = [json.loads(line) for line in RUNS.read_text().splitlines()] if RUNS.exists() else []
-    if options.data is None:
-        print(table(done))
-        return
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore", orthocond.errors.OrthocondWarning)
-    train, test = load(options.data, "train"), [part[:5000] for part in load(options.data, "test")]
-    worker, workers = map(int, options.worker.split("/"))
-    known = {(r["stem"], r["method"], r["seed"], r["steps"]) for r in done}
-    jobs = itertools.product(range(options.seeds), STEMS, METHODS)
-    for number, (seed, stem, method) in enumerate(jobs):
-        slow = "operator" in method and stem == "rank-deficient"
-        if slow or number % workers != worker or (stem, method, seed, options.steps) in known:
-            continue
-        record = run(train, test, stem, method, seed, options.steps)
-        with RUNS.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        print(record, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    every = itertools.product(STEMS, METHODS)
+    slow = ("rank-deficient", "operator")
+    cases = [{"stem": s, "method": m} for s, m in every if not (s == slow[0] and slow[1] in m)]
+    experiment(__file__, cases, run, table, seeds=2)

@@ -8,11 +8,8 @@ don't act on it: after it the same network is tested, on the first 5,000 test im
 batch, with the running whitening matrix, and with the whitening matrix of the running covariance.
 """
 
-import argparse
 import itertools
-import json
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +21,8 @@ from orthocond.linalg import matrix_inv_sqrth, spectrum
 from orthocond.nn import DecorrelatedBatchNorm2d
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from cifar_small import STEMS, batches, error, load, mean_and_std, network, optimizer_and_schedule
+from cifar_small import STEMS, batches, error, experiment, mean_and_std, network, optimizer_and_schedule
 
-RUNS = Path(__file__).with_name("runs.jsonl")
 CANDIDATES = {
     "BatchNorm": None,
     "eps 1e-5, nothing dropped": {"eps": 1e-5, "rtol": 0.0},
@@ -54,13 +50,13 @@ class TrackedNorm(DecorrelatedBatchNorm2d):
         self.running_whitening.copy_(matrix_inv_sqrth(self.running_covariance, eps=self.eps, rtol=rtol))
 
 
-def run(train, test, stem, name, seed, steps):
+def run(train, test, stem, candidate, seed, steps):
     torch.manual_seed(seed)
-    width, options = STEMS[stem], CANDIDATES[name]
+    width, options = STEMS[stem], CANDIDATES[candidate]
     model = network(width, nn.BatchNorm2d(width) if options is None else TrackedNorm(width, **options)).train()
     optimizer, make_schedule = optimizer_and_schedule(model, steps)
     schedule = make_schedule()
-    start, losses = time.perf_counter(), []
+    losses = []
     for x, y in batches(train, steps):
         loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()
@@ -68,7 +64,7 @@ def run(train, test, stem, name, seed, steps):
         optimizer.step()
         schedule.step()
         losses.append(loss.item())
-    record = {"stem": stem, "candidate": name, "seed": seed, "steps": steps, "loss": float(np.mean(losses[-20:]))}
+    record = {"loss": float(np.mean(losses[-20:]))}
     norm = model[1]
     if isinstance(norm, TrackedNorm):
         found = spectrum(torch.diag(norm.last_eigenvalues[0]), rtol=max(norm.rtol, 1e-7))
@@ -80,7 +76,7 @@ def run(train, test, stem, name, seed, steps):
         record["running covariance"] = error(model, *test)
     norm.train()  # the statistics of the test batch, for the stem alone
     record["batch statistics"] = error(model, *test)
-    return record | {"seconds": round(time.perf_counter() - start, 1)}
+    return record
 
 
 def table(records):
@@ -96,35 +92,6 @@ def table(records):
     return "\n".join(lines)
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("data", nargs="?", help="without it, the table of the runs that are there is printed")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--only", default="", help="settings with this in their name, e.g. 'rtol 1e-3' or 'full rank'")
-    parser.add_argument("--worker", default="0/1", help="do every n-th run: 0/2 and 1/2 share the work")
-    options = parser.parse_args()
-    done = [json.loads(line) for line in RUNS.read_text().splitlines()] if RUNS.exists() else []
-    if options.data is None:
-        print(table(done))
-        return
-    torch.set_num_threads(1)
-    train, test = load(options.data, "train"), [part[:5000] for part in load(options.data, "test")]
-    worker, workers = map(int, options.worker.split("/"))
-    known = {(r["stem"], r["candidate"], r["seed"], r["steps"]) for r in done}
-    jobs = itertools.product(range(options.seeds), STEMS, CANDIDATES)
-    for number, (seed, stem, name) in enumerate(jobs):
-        if (
-            options.only not in f"{stem}, {name}"
-            or number % workers != worker
-            or (stem, name, seed, options.steps) in known
-        ):
-            continue
-        record = run(train, test, stem, name, seed, options.steps)
-        with RUNS.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        print(record, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    cases = [{"stem": stem, "candidate": name} for stem, name in itertools.product(STEMS, CANDIDATES)]
+    experiment(__file__, cases, run, table, seeds=3)
