@@ -1,15 +1,10 @@
 """What happens when a solver fails or the input is bad."""
 
-import os
-import signal
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
 from orthocond.errors import ArgumentError, DtypeError, NonFiniteError, OrthocondError, SolverError
 from orthocond.linalg import (
-    _parallel,
     matrix_inv_sqrth,
     matrix_sqrth,
     matrix_sqrth_pair,
@@ -192,26 +187,3 @@ def test_bad_input_is_told_with_the_remedy(function, arguments, options, error, 
     assert isinstance(caught.value, OrthocondError)
     assert function.__name__ in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_threads_of_the_user_start_with_the_users_setting():
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        matrix_sqrth(torch.eye(8).repeat(32, 1, 1))
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(torch.get_num_threads).result() == 3
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_does_not_wait_for_its_parents_threads():
-    A = matrices("spread 1e2", 8, (64,))
-    expected = matrix_sqrth(A)  # starts the threads
-    child = os.fork()
-    if child == 0:  # as in a DataLoader's worker
-        signal.alarm(20)
-        torch.set_num_threads(1)
-        os._exit(0 if torch.allclose(matrix_sqrth(A), expected) and not _parallel._pools else 1)
-    assert os.waitpid(child, 0)[1] == 0

@@ -174,15 +174,3 @@ def test_gradients_too_large_for_the_dtype_saturate(solver, scale, dtype):
     matrix_inv_sqrth(A, solver=solver).sum().backward()
     assert A.grad.isfinite().all()
     assert A.grad.abs().max() > 1e4
-
-
-def test_a_large_batch_is_split_over_threads_without_a_trace():
-    A = matrices("spread 1e2", 16, (64,))
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(4)
-        together = matrix_sqrth(A)
-        torch.set_num_threads(1)
-        assert relative_error(together, matrix_sqrth(A).double()) < 1e-7
-    finally:
-        torch.set_num_threads(threads)

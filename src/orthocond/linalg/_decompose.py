@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # documented, missing from the stubs
 
 from orthocond.errors import NonFiniteError, SolverError
-from orthocond.linalg._parallel import over_batch
 from orthocond.linalg._precision import widen
 
 __all__ = ["DECOMPOSITIONS", "check_finite", "count_failure", "decompose", "solver_failures", "svd"]
@@ -71,7 +70,7 @@ def _decompose(A: Tensor, method: str) -> tuple[Tensor, Tensor]:
         eigenvalues, eigenvectors = _decompose(widen(A), method)
         return eigenvalues.to(A), eigenvectors.to(A)
     try:
-        return over_batch(DECOMPOSITIONS[method], A)
+        return DECOMPOSITIONS[method](A)
     except LinAlgError:
         pass
     matrices = A.reshape(-1, *A.shape[-2:])

@@ -42,7 +42,7 @@ def _training(shape: tuple[int, ...]) -> None:
     best = {name: min(times) for name, times in alternate(contestants, repeats=11).items()}
     saved = {name: saved_bytes(layer, x) for name, layer in layers.items()}
     own = best["DecorrelatedBatchNorm2d, contiguous"]
-    print(f"\\n{shape}")
+    print(f"\n{shape}")
     for name, value in best.items():
         kept = saved[name.partition(",")[0]] / saved["BatchNorm2d"]
         print(f"  {name:38} {1e3 * value:7.1f} ms  {value / own:5.2f} of ours  {kept:5.2f} of BatchNorm's saved bytes")
@@ -56,7 +56,7 @@ def _folded() -> None:
     with torch.no_grad():
         seconds = alternate({"convolution": lambda: conv(x), "folded": lambda: folded(x)}, repeats=21)
     best = {name: min(times) for name, times in seconds.items()}
-    print(f"\\nfolded into a convolution: {best['folded'] / best['convolution']:.3f} times the convolution alone")
+    print(f"\nfolded into a convolution: {best['folded'] / best['convolution']:.3f} times the convolution alone")
 
 
 class UsualWhitening(nn.Module):

@@ -1,12 +1,14 @@
 """What the treatments and the monitor add to a training step (Table 6 of the paper), measured side by side.
 
-Run it with ``python -m orthocond.lab.bench.step``: the CIFAR ResNet-50 of the paper, one network and optimizer for each
-method, steps in turns within this run, each method's best step against that of ``svd``.
+Run it with ``python -m orthocond.lab.bench.step``. First the CIFAR ResNet-50 of the paper, one network and optimizer for
+each method, steps in turns within this run, each method's step against that of ``svd``. A step of seconds varies by more
+than the treatments cost, so then what each of them adds is timed by itself, and given in percent of the step.
 """
 
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 import orthocond
 from orthocond.lab.bench.measure import alternate
 from orthocond.lab.models import resnet
+from orthocond.nn import DecorrelatedBatchNorm2d
 
 __all__ = ["main"]
 
@@ -42,6 +45,37 @@ def main() -> None:
         paired = 100 * (statistics.median(own / other for own, other in zip(times, base, strict=True)) - 1)
         paper = f"{PAPER[name]:+.1f}%" if name in PAPER else ""
         print(f"{name:16} {min(times):7.3f} {statistics.median(times):9.3f} {best:+11.2f}% {paired:+13.2f}% {paper:>7}")
+
+    _added(statistics.median(base))
+
+
+def _added(step: float) -> None:
+    """Print what is added to a step of so many seconds, each timed with and without on the layer alone."""
+    contestants: dict[str, Callable[[], object]] = {}
+    for name, spec in METHODS.items():
+        conv = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        treatment = orthocond.treat(torch.nn.Sequential(conv), "0", spec)
+        optimizer = torch.optim.SGD(conv.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+        treatment.attach(optimizer)
+        contestants[name] = partial(_weight_and_step, conv, optimizer, torch.randn_like(conv.weight))
+    for name in ("unwatched", "monitored"):
+        norm = DecorrelatedBatchNorm2d(64)
+        if name == "monitored":
+            orthocond.ConditionMonitor(norm)
+        contestants[name] = partial(norm, torch.randn(2, 64, 8, 8))
+    best = {name: min(times) for name, times in alternate(contestants, repeats=200, warmup=5).items()}
+    print(f"\nadded to a step of {step:.2f} s, best of 200")
+    for name, value in best.items():
+        added = value - best["unwatched" if name in ("unwatched", "monitored") else "svd"]
+        if added:
+            print(f"{name:16} {1e3 * added:6.2f} ms  {100 * added / step:+.3f}%")
+
+
+def _weight_and_step(conv: torch.nn.Conv2d, optimizer: torch.optim.Optimizer, gradient: torch.Tensor) -> None:
+    """Make the weight, send a gradient back through it, and take the optimizer's step."""
+    optimizer.zero_grad()
+    conv.weight.backward(gradient)
+    optimizer.step()
 
 
 def _step(spec: str | None, batch: int, *, monitored: bool = False) -> Callable[[], object]:
