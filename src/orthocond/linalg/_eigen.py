@@ -61,7 +61,8 @@ class _EigenRoots(torch.autograd.Function):
     def forward(
         A: Tensor, powers: tuple[float, ...], method: str, gradient: str, eps: float, rtol: float | None
     ) -> tuple[Tensor, ...]:
-        eigenvalues, U = decompose(symmetric(widen(A)), method)
+        half = widen(A * 0.5)
+        eigenvalues, U = decompose(half + half.mT, method)
         parts = split(eigenvalues, eps, rtol)
         return *(narrow(root_of(U, parts, power), A) for power in powers), eigenvalues, U
 
@@ -107,7 +108,8 @@ class _EigenDerivative(torch.autograd.Function):
         parts = split(eigenvalues, eps, rtol)
         rule, options = resolve(GRADIENTS, gradient, "gradient", "backward")
         F = differences(rule, options, parts, power, eps)
-        return narrow(_from_eigenbasis(U, F * _to_eigenbasis(U, G)), A)
+        # F is symmetric, so the symmetric part may be taken last, where it is cheapest.
+        return symmetric(narrow(U @ F.mul_(U.mT @ G.to(U) @ U) @ U.mT, A))
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -141,8 +143,8 @@ class _EigenSecondDerivative(torch.autograd.Function):
         A: Tensor, G: Tensor, H: Tensor, eigenvalues: Tensor, U: Tensor, power: float, eps: float, rtol: float | None
     ) -> Tensor:
         parts = split(eigenvalues, eps, rtol)
-        middle = second_derivative(parts, power, _to_eigenbasis(U, G), _to_eigenbasis(U, H))
-        return narrow(_from_eigenbasis(U, middle), A)
+        in_eigenbasis = (U.mT @ symmetric(part.to(U)) @ U for part in (G, H))
+        return narrow(U @ second_derivative(parts, power, *in_eigenbasis) @ U.mT, A)
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -155,13 +157,3 @@ class _EigenSecondDerivative(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
         return _EigenSecondDerivative.apply(*batched(info.batch_size, in_dims[:5], inputs[:5]), *inputs[5:]), 0
-
-
-def _to_eigenbasis(U: Tensor, G: Tensor) -> Tensor:
-    """Return ``U^T sym(G) U``."""
-    return U.mT @ symmetric(G.to(U)) @ U
-
-
-def _from_eigenbasis(U: Tensor, G: Tensor) -> Tensor:
-    """Return ``U G U^T``."""
-    return U @ G @ U.mT

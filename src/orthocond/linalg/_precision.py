@@ -23,7 +23,7 @@ def narrow(A: Tensor, like: Tensor) -> Tensor:
     if A.dtype == like.dtype:
         return A
     largest = torch.finfo(like.dtype).max
-    return A.clamp(-largest, largest).to(like)
+    return A.to(like).clamp_(-largest, largest)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

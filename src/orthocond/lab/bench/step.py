@@ -1,8 +1,8 @@
 """What the treatments and the monitor add to a training step (Table 6 of the paper), measured side by side.
 
-Run it with ``python -m orthocond.lab.bench.step``. First the CIFAR ResNet-50 of the paper, one network and optimizer for
-each method, steps in turns within this run, each method's step against that of ``svd``. A step of seconds varies by more
-than the treatments cost, so then what each of them adds is timed by itself, and given in percent of the step.
+Run it with ``python -m orthocond.lab.bench.step``. First the CIFAR ResNet-50 of the paper, one network and optimizer
+for each method, steps in turns within this run, each method's step against that of ``svd``. A step of seconds varies by
+more than the treatments cost, so then what each of them adds is timed by itself, in percent of the step.
 """
 
 import argparse
