@@ -128,7 +128,8 @@ def treat(
         spec: a ``+``-joined set of `TREATMENTS`, in any order, or ``"none"``.
         example_input: an input of the model, for ``"auto"``.
         **options: ``kind`` (``"kernel"`` or ``"operator"``, for ``ow``, see `orthocond.nn.orthogonal_weight`),
-            ``normalize`` (for ``ow``; ``False`` is the paper's formula), ``penalty_weight`` (for ``ol``), ``rule``
+            ``normalize`` (for ``ow``, on unless turned off: with ``nog`` the paper's formula, ``False``, does not train
+            well, see docs/orthogonal_weight.md), ``penalty_weight`` (for ``ol``), ``rule``
             (``"paper"`` or ``"exact"``, for ``olr``), ``solver`` (for ``nog``, one of
             `orthocond.linalg.POLAR_SOLVERS`).
 
