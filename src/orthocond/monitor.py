@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from orthocond._pre_svd import unwrapped
 from orthocond.errors import ArgumentError
 from orthocond.linalg import solver_failures
+from orthocond.linalg._compile import uncompiled
 from orthocond.linalg._spectrum import spectrum_of
 from orthocond.nn._meta import MetaLayer
 
@@ -112,11 +113,11 @@ class ConditionMonitor:
     ) -> None:
         self.close()
 
-    @torch.compiler.disable
+    @uncompiled
     def _before(self, name: str, *_: Any) -> None:
         self._failures_before[name] = _num_failures()
 
-    @torch.compiler.disable
+    @uncompiled
     @torch.no_grad()
     def _after(self, name: str, layer: nn.Module, *_: Any) -> None:
         if layer is not self._layers[name] or not layer.training:  # a copy of the model has a copy of the hook

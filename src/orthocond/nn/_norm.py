@@ -9,6 +9,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from orthocond.errors import ArgumentError
+from orthocond.linalg._compile import uncompiled
 from orthocond.linalg._precision import at_least_float32, autocast_off, narrow
 from orthocond.linalg._registry import resolve
 from orthocond.linalg._roots import SOLVERS
@@ -126,7 +127,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
             self._keep(statistics)
         return y
 
-    @torch.compiler.disable
+    @uncompiled
     def _whiten_together(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Statistics]:
         """Return the same over all processes; the exchange between them is not for a compiler."""
         return whiten(

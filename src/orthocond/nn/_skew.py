@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from orthocond.errors import ArgumentError, NonFiniteError
+from orthocond.linalg._compile import uncompiled
 from orthocond.linalg._precision import widen
 
 __all__ = ["SkewOrthogonalConv2d"]
@@ -112,7 +113,7 @@ def _padding(module: nn.Conv2d) -> tuple[int, ...]:
     return tuple(k // 2 for k in module.kernel_size) if module.padding == "same" else tuple(module.padding)  # type: ignore[arg-type]
 
 
-@torch.compiler.disable
+@uncompiled
 def _num_repeats(kernel: Tensor) -> int:
     bound = float(_norm_bound(kernel))
     if not math.isfinite(bound):
