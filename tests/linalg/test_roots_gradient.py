@@ -32,7 +32,7 @@ def symmetrised(function):
 
 @pytest.mark.parametrize("solver", EIGEN)
 @pytest.mark.parametrize("power", ROOTS)
-@pytest.mark.parametrize("batch", BATCHES[:3], ids=str)
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_gradient_agrees_with_the_oracle(spectrum, batch, power, solver):
     A = matrices(spectrum, 64, batch)
@@ -40,12 +40,6 @@ def test_gradient_agrees_with_the_oracle(spectrum, batch, power, solver):
     found = gradient_of(lambda A: ROOTS[power](A, solver=solver, eps=EPS), A, G)
     assert found.isfinite().all()
     assert relative_error(found, root_gradient(A, G, power, eps=EPS)) < 1e-5
-
-
-def test_gradient_of_a_large_batch_agrees_with_the_oracle():
-    A, G = matrices("spread 1e6", 16, (64,)), noise(64, 16, 16)
-    found = gradient_of(lambda A: matrix_inv_sqrth(A, eps=EPS), A, G)
-    assert relative_error(found, root_gradient(A, G, -0.5, eps=EPS)) < 1e-5
 
 
 def test_of_the_test_autograd_through_eigh_is_not_finite_at_ties():
