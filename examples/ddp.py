@@ -12,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 import orthocond
 from orthocond.nn import DecorrelatedBatchNorm2d
 
-dist.init_process_group("gloo")
-rank = dist.get_rank()
 torch.manual_seed(0)
 model = nn.Sequential(
     nn.Conv2d(3, 16, 3, padding=1, bias=False),
@@ -24,21 +22,28 @@ model = nn.Sequential(
     nn.Linear(256, 10),
 )
 treatment = orthocond.treat(model, "0", "nog")
-parallel = DistributedDataParallel(model)
-optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 treatment.attach(optimizer)
 
-torch.manual_seed(rank)  # each process has its own data
-for _ in range(10):
-    x, y = torch.randn(16, 3, 16, 16), torch.randint(10, (16,))
-    loss = F.cross_entropy(parallel(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
 
+def train(rank: int) -> None:
+    parallel = DistributedDataParallel(model)
+    torch.manual_seed(rank)  # each process has its own data
+    for _ in range(10):
+        x, y = torch.randn(16, 3, 16, 16), torch.randint(10, (16,))
+        loss = F.cross_entropy(parallel(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+dist.init_process_group("gloo")
+train(dist.get_rank())
 total = model[0].weight.detach().double().sum().reshape(1)
 sums = [torch.zeros_like(total) for _ in range(dist.get_world_size())]
 dist.all_gather(sums, total)
-if rank == 0:
+if dist.get_rank() == 0:
     print("the same weights on all processes:", all(torch.equal(value, sums[0]) for value in sums))
+# Nothing holds the group any more, so its threads end here: one that outlives the interpreter would abort the process.
+dist.barrier()
 dist.destroy_process_group()
