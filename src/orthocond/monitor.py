@@ -88,6 +88,12 @@ class ConditionMonitor:
             self._pending.clear()
         return list(self._records)
 
+    def drain(self) -> list[dict[str, Any]]:
+        """Return all records as `history` does, and forget them: for a long run that writes them down itself."""
+        records = self.history()
+        self._records.clear()
+        return records
+
     def latest(self) -> dict[str, dict[str, Any]]:
         """Return the newest record of each layer."""
         self.history()

@@ -5,7 +5,7 @@ import torch
 
 from orthocond import find_pre_svd
 from orthocond.errors import ArgumentError
-from orthocond.lab.models import resnet
+from orthocond.lab.models import build
 
 from cases import noise
 
@@ -15,11 +15,11 @@ PUBLISHED = {18: 11_689_512, 34: 21_797_672, 50: 25_557_032, 101: 44_549_160, 15
 @pytest.mark.parametrize("depth", PUBLISHED)
 def test_parameter_counts_are_the_published_ones(depth):
     with torch.device("meta"):
-        assert sum(p.numel() for p in resnet(depth).parameters()) == PUBLISHED[depth]
+        assert sum(p.numel() for p in build(f"resnet{depth}").parameters()) == PUBLISHED[depth]
 
 
 def test_the_stem_for_small_images_is_whitened_and_found():
-    model = resnet(50, num_classes=100, small_images=True, stem="dbn")
+    model = build("resnet50", num_classes=100, small_images=True, stem="dbn")
     x = noise(2, 3, 32, 32)
     assert find_pre_svd(model, x) == {"bn1": "conv1"}
     assert model(x).shape == (2, 100)
@@ -28,18 +28,18 @@ def test_the_stem_for_small_images_is_whitened_and_found():
 
 
 def test_the_head_pools_covariances_and_its_layer_is_found():
-    model = resnet(18, num_classes=5, head="covariance", reduction=16)
+    model = build("resnet18", num_classes=5, head="covariance", reduction=16)
     x = noise(2, 3, 64, 64)
     assert model(x).shape == (2, 5)
     assert model.fc.in_features == 136
     assert find_pre_svd(model, x) == {"pool": "reduce.0"}
-    assert find_pre_svd(resnet(18, num_classes=5, head="covariance"), x) == {"pool": "layer4.1.conv2"}
+    assert find_pre_svd(build("resnet18", num_classes=5, head="covariance"), x) == {"pool": "layer4.1.conv2"}
 
 
 def test_bad_input():
-    with pytest.raises(ArgumentError, match="choose one of 18, 34, 50, 101, 152"):
-        resnet(20)
+    with pytest.raises(ArgumentError, match="choose one of resnet18, resnet34, resnet50, resnet101, resnet152"):
+        build("resnet20")
     with pytest.raises(ArgumentError, match="no meta-layer for them"):
-        resnet(18, eps=1e-3)
+        build("resnet18", eps=1e-3)
     with pytest.raises(ArgumentError, match="choose one of bn, dbn"):
-        resnet(18, stem="x")
+        build("resnet18", stem="x")

@@ -8,10 +8,11 @@ from orthocond.nn._coloring import WhiteningColoring2d, whiten_color
 from orthocond.nn._convert import convert_batchnorm
 from orthocond.nn._fold import fold
 from orthocond.nn._norm import DecorrelatedBatchNorm1d, DecorrelatedBatchNorm2d, DecorrelatedBatchNorm3d
-from orthocond.nn._orthogonal import is_orthogonal, orthogonal_loss, orthogonal_weight
+from orthocond.nn._orthogonal import KINDS, is_orthogonal, orthogonal_loss, orthogonal_weight
 from orthocond.nn._pool import CovariancePool2d
 
 __all__ = [
+    "KINDS",
     "CovariancePool2d",
     "DecorrelatedBatchNorm1d",
     "DecorrelatedBatchNorm2d",

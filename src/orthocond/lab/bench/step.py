@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import orthocond
 from orthocond.lab.bench.measure import alternate
-from orthocond.lab.models import resnet
+from orthocond.lab.models import build
 from orthocond.nn import DecorrelatedBatchNorm2d
 
 __all__ = ["main"]
@@ -79,7 +79,7 @@ def _weight_and_step(conv: torch.nn.Conv2d, optimizer: torch.optim.Optimizer, gr
 
 
 def _step(spec: str | None, batch: int, *, monitored: bool = False) -> Callable[[], object]:
-    model = resnet(50, num_classes=100, small_images=True, stem="bn" if spec is None else "dbn")
+    model = build("resnet50", num_classes=100, small_images=True, stem="bn" if spec is None else "dbn")
     treatment = orthocond.treat(model, "conv1", spec or "none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     treatment.attach(optimizer)

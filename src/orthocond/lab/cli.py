@@ -1,0 +1,164 @@
+"""The command line: ``orthocond train``, ``demo``, ``presets``, ``methods``."""
+
+import dataclasses
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import orthocond
+from orthocond.errors import OrthocondError
+from orthocond.lab.config import Config, changed, from_toml
+from orthocond.lab.display import Display, LiveDisplay, PlainDisplay
+from orthocond.lab.methods import ALL, PAPER, method
+from orthocond.lab.presets import PRESETS, preset
+from orthocond.lab.runs import DivergedError, read_config
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Experiments with covariances that stay well conditioned.",
+    epilog="Begin with: orthocond demo",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command a flag for every setting of `Config`, except those that it has itself; they come as a dict."""
+    own = inspect.signature(command, eval_str=True)
+    settings = {}
+    for field in dataclasses.fields(Config):
+        if field.name in own.parameters or not field.metadata:
+            continue
+        option = typer.Option(
+            f"--{field.name.replace('_', '-')}",
+            help=field.metadata["help"],
+            metavar="VALUE",
+            rich_help_panel="Settings",
+        )
+        settings[field.name] = inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
+        )
+
+    def with_flags(**given: Any) -> None:
+        chosen = {name: given.pop(name) for name in settings}
+        command(**given, settings={name: value for name, value in chosen.items() if value is not None})
+
+    parameters = [
+        value.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, value in own.parameters.items()
+        if name != "settings"
+    ]
+    with_flags.__signature__ = inspect.Signature([*parameters, *settings.values()])  # type: ignore[attr-defined]
+    with_flags.__annotations__ = {value.name: value.annotation for value in (*parameters, *settings.values())}
+    with_flags.__doc__ = command.__doc__
+    return with_flags
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"orthocond {orthocond.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("train", epilog="Example: orthocond train dbn-digits --method svd+nog+ow+olr --seed 0 --out runs/first")
+@_with_settings
+def train_command(
+    preset_name: Annotated[str, typer.Argument(metavar="PRESET", help="One of: orthocond presets.")],
+    settings: dict[str, str],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run; unset: runs/PRESET/METHOD/seed-SEED.", show_default=False)
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the folder, if there is one.")] = False,
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings; flags come before it.")] = None,
+) -> None:
+    """Train a network; every setting of the preset can be changed by a flag."""
+    from orthocond.lab.train import train
+
+    given = {**(from_toml(config) if config is not None else {}), **settings}
+    chosen = changed(preset(preset_name), given)
+    folder = out or default_folder(Path("runs") / chosen.preset, chosen)
+    if resume and (folder / "config.json").exists():
+        stored = read_config(folder)
+        chosen = changed(dataclasses.replace(stored, preset=chosen.preset), given)
+    outcome = train(chosen, folder, resume=resume, display=display())
+    if not is_first_process():
+        return
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    if outcome.state == "interrupted":
+        console.print(
+            f"stopped at step {outcome.step}; continue by: orthocond train {preset_name} --resume --out {folder}"
+        )
+        raise typer.Exit(130)
+    error = "" if outcome.val_error is None else f"validation error {outcome.val_error:.2f}%, "
+    console.print(f"{error}{outcome.step} steps, in {folder}")
+
+
+@app.command("presets")
+def presets_command() -> None:
+    """List the experiments."""
+    table = Table("preset", "what it is", "model", "epochs", "batch", box=None, pad_edge=False)
+    for name, entry in PRESETS.items():
+        table.add_row(
+            name, entry.description, entry.config.model, str(entry.config.epochs), str(entry.config.batch_size)
+        )
+    Console().print(table)
+
+
+@app.command("methods")
+def methods_command() -> None:
+    """List the methods: the paper's, the others of `all`, and how to name more."""
+    table = Table("method", "what it does", "in", box=None, pad_edge=False)
+    for name in ALL:
+        table.add_row(name, method(name).description, "paper, all" if name in PAPER else "all")
+    console = Console()
+    console.print(table)
+    console.print(
+        "\nAny other combination goes too: svd or newton_schulz, and treatments joined by +.", highlight=False
+    )
+
+
+def default_folder(root: Path, config: Config) -> Path:
+    """Return where a run belongs below a folder of runs."""
+    return root / config.method / f"seed-{config.seed}"
+
+
+def display() -> Display:
+    """Return what shows a run here: a live line on a terminal, plain lines elsewhere."""
+    console = Console(stderr=True)
+    return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
+
+
+def is_first_process() -> bool:
+    """Return whether this is the process that speaks for all of a run."""
+    return all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "RANK", "SLURM_PROCID"))
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one sentence and exit code 2."""
+    try:
+        app()
+    except OrthocondError as error:
+        if is_first_process():
+            print(f"orthocond: {error}", file=sys.stderr)
+        sys.exit(1 if isinstance(error, DivergedError) else 2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,190 @@
+"""The configuration of a run: every setting, where it may come from, and what is wrong with it."""
+
+import dataclasses
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orthocond.errors import ArgumentError, check_choice
+from orthocond.lab.methods import method
+from orthocond.lab.models import MODELS
+from orthocond.linalg import GRADIENTS
+from orthocond.nn import KINDS
+from orthocond.optim import RULES
+
+__all__ = ["PRECISIONS", "SCHEDULES", "Config", "changed", "from_json", "from_toml", "parsed"]
+
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+SCHEDULES = {
+    "steps": "divided by 1/gamma at each milestone, an epoch",
+    "linear": "falls to a hundredth over the run, linearly",
+}
+
+
+def _setting(default: Any, about: str, *, place: bool = False) -> Any:
+    """Return a field; ``place`` says that it is about where a run happens, so a resumed run may change it."""
+    return dataclasses.field(default=default, metadata={"help": about, "place": place})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every setting of a run."""
+
+    preset: str
+    method: str = _setting("svd", "svd with any treatment (svd+nog+ow+olr), newton_schulz, or bn")
+    seed: int = _setting(0, "of initial weights, data order and augmentation")
+
+    dataset: str = _setting("digits", "digits (embedded), or the name of an image dataset on the Hugging Face hub")
+    data: str | None = _setting(
+        None, "folder with a local copy: parquet files, or train/ and val/ image folders", place=True
+    )
+    num_classes: int = _setting(10, "classes of the dataset")
+    pad: int = _setting(4, "padding of the random crop of images in memory")
+    flip: bool = _setting(True, "flip half of the training images")
+    resize: int | None = _setting(None, "resize images to this square and stream them from disk")
+    crop: int = _setting(224, "random crop (centre crop for validation) of resized images")
+
+    model: str = _setting("resnet18", f"one of {', '.join(MODELS)}")
+    meta: str = _setting("dbn", "where the meta-layer is: dbn (stem) or gcp (head)")
+    small_images: bool = _setting(True, "3x3 stem with stride 1 and no pooling, instead of ImageNet's")
+    width: int = _setting(64, "channels of the stem")
+    reduction: int | None = _setting(None, "channels of a 1x1 convolution in front of the head")
+    eps: float | None = _setting(None, "added to the covariance; unset: the layer's own")
+    rtol: float | None = _setting(None, "eigenvalues below rtol times the largest are dropped; unset: the layer's own")
+    gradient: str = _setting("exact", f"gradient rule of the root: {', '.join(GRADIENTS)}")
+
+    kind: str = _setting("kernel", f"of ow: {', '.join(KINDS)}")
+    normalize: bool = _setting(True, "bound the exponent of ow")
+    penalty_weight: float = _setting(1.0, "of ol")
+    rule: str = _setting("paper", f"of olr: {', '.join(RULES)}")
+
+    epochs: int = _setting(1, "passes over the training images")
+    steps: int | None = _setting(None, "stop after so many steps, whatever the epochs")
+    batch_size: int = _setting(128, "images in a step, over all devices")
+    learning_rate: float = _setting(0.1, "initial learning rate")
+    momentum: float = _setting(0.9, "of SGD")
+    weight_decay: float = _setting(5e-4, "of SGD")
+    schedule: str = _setting("steps", f"of the learning rate: {', '.join(SCHEDULES)}")
+    milestones: tuple[int, ...] = _setting((), "epochs after which the learning rate is multiplied by gamma: 30,45")
+    gamma: float = _setting(0.1, "factor of the learning rate at a milestone")
+
+    precision: str = _setting("32-true", ", ".join(PRECISIONS))
+    accelerator: str = _setting("auto", "auto, cpu, cuda or mps", place=True)
+    devices: str = _setting("1", "number of devices, or auto", place=True)
+    nodes: int = _setting(1, "number of machines", place=True)
+    workers: int = _setting(2, "processes that read and decode streamed images", place=True)
+    threads: int | None = _setting(None, "threads of a process; unset: PyTorch's own choice", place=True)
+    checkpoint_every: int = _setting(500, "steps between checkpoints; there is one at each epoch's end too", place=True)
+    evaluate_every: int = _setting(1, "epochs between validations; there is one at the end always")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "method", method(self.method).name)
+        for name, choices in (
+            ("model", MODELS),
+            ("meta", ("dbn", "gcp")),
+            ("gradient", GRADIENTS),
+            ("kind", KINDS),
+            ("rule", RULES),
+            ("schedule", SCHEDULES),
+            ("precision", PRECISIONS),
+            ("accelerator", ("auto", "cpu", "cuda", "mps")),
+        ):
+            check_choice(getattr(self, name), choices, name, "the run")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value < float("inf"):
+                raise ArgumentError(f"{name} must be at least {least}, got {value}.")
+        if self.devices != "auto" and not (self.devices.isdecimal() and int(self.devices) > 0):
+            raise ArgumentError(f"devices must be a number or auto, got {self.devices!r}.")
+        if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones, default=1) < 1:
+            raise ArgumentError(f"milestones must be epochs in ascending order, got {self.milestones}.")
+
+    def to_json(self) -> str:
+        """Return the configuration as text, a line for each setting."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+_LEAST = {
+    "seed": 0, "num_classes": 2, "pad": 0, "resize": 1, "crop": 1, "width": 1, "reduction": 1, "eps": 0.0, "rtol": 0.0,
+    "penalty_weight": 0.0, "epochs": 1, "steps": 1, "batch_size": 1, "learning_rate": 0.0, "momentum": 0.0,
+    "weight_decay": 0.0, "gamma": 0.0, "nodes": 1, "workers": 0, "threads": 1, "checkpoint_every": 1,
+    "evaluate_every": 1,
+}  # fmt: skip
+_TYPES = typing.get_type_hints(Config)
+
+
+def changed(config: Config, settings: Mapping[str, Any]) -> Config:
+    """Return the configuration with some settings replaced.
+
+    Raises:
+        ArgumentError: a setting that does not exist, or a value of the wrong kind.
+    """
+    fields = [field.name for field in dataclasses.fields(Config) if field.name != "preset"]
+    for name in settings:
+        check_choice(name, fields, "setting", "the configuration")
+    return dataclasses.replace(config, **{name: parsed(name, value) for name, value in settings.items()})
+
+
+def from_toml(file: Path) -> dict[str, Any]:
+    """Return the settings of a TOML file.
+
+    Raises:
+        ArgumentError: it can't be read, or is no TOML.
+    """
+    try:
+        return tomllib.loads(file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"can't read the configuration {file}: {error}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ArgumentError(f"{file} is no TOML: {error}.") from None
+
+
+def from_json(text: str) -> Config:
+    """Return the configuration that `Config.to_json` wrote.
+
+    Raises:
+        ArgumentError: it is damaged, or of another version of orthocond.
+    """
+    try:
+        settings = dict(json.loads(text))
+        preset = str(settings.pop("preset"))
+    except (ValueError, TypeError, KeyError):
+        raise ArgumentError("config.json is damaged; start the run anew in another folder.") from None
+    return changed(Config(preset), settings)
+
+
+def parsed(name: str, value: Any) -> Any:
+    """Return a setting's value from what a file or a command line holds.
+
+    Raises:
+        ArgumentError: a value of the wrong kind.
+
+    Example:
+        >>> parsed("milestones", "30,45"), parsed("learning_rate", 1), parsed("rtol", "none")
+        ((30, 45), 1.0, None)
+    """
+    kind = _TYPES[name]
+    optional = isinstance(kind, types.UnionType)
+    if optional:
+        if value is None or value == "none":
+            return None
+        (kind,) = (part for part in typing.get_args(kind) if part is not types.NoneType)
+    try:
+        if kind == tuple[int, ...]:
+            return tuple(int(part) for part in (value.split(",") if isinstance(value, str) else value) if part != "")
+        if kind is bool:
+            return {"true": True, "false": False}[str(value).lower()]
+        if kind is str and isinstance(value, str | int):
+            return str(value)
+        number = kind(value)
+        if kind is str or isinstance(value, bool) or (kind is int and number != float(value)):
+            raise ValueError
+        return number
+    except (ValueError, TypeError, KeyError, AttributeError):
+        what = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(kind, "e.g. 30,45")
+        raise ArgumentError(f"the setting {name} takes {what}, got {value!r}.") from None
