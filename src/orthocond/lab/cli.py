@@ -13,10 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 import orthocond
-from orthocond.errors import OrthocondError
+from orthocond.errors import ArgumentError, OrthocondError, check_choice
+from orthocond.lab.compare import ENGINES, Engine, LocalEngine, RayEngine, Run, compare, folder_of, plan, summary
 from orthocond.lab.config import Config, changed, from_toml
+from orthocond.lab.data import load_data
 from orthocond.lab.display import Display, LiveDisplay, PlainDisplay
-from orthocond.lab.methods import ALL, PAPER, method
+from orthocond.lab.methods import ALL, DEMO, PAPER, method, method_list
 from orthocond.lab.presets import PRESETS, preset
 from orthocond.lab.runs import DivergedError, read_config
 
@@ -95,7 +97,7 @@ def train_command(
 
     given = {**(from_toml(config) if config is not None else {}), **settings}
     chosen = changed(preset(preset_name), given)
-    folder = out or default_folder(Path("runs") / chosen.preset, chosen)
+    folder = out or folder_of(Path("runs") / chosen.preset, chosen)
     if resume and (folder / "config.json").exists():
         stored = read_config(folder)
         chosen = changed(dataclasses.replace(stored, preset=chosen.preset), given)
@@ -110,6 +112,55 @@ def train_command(
         raise typer.Exit(130)
     error = "" if outcome.val_error is None else f"validation error {outcome.val_error:.2f}%, "
     console.print(f"{error}{outcome.step} steps, in {folder}")
+
+
+@app.command(
+    "compare", epilog="Example: orthocond compare dbn-digits --methods svd,svd+nog,bn --seeds 5 --out runs/sweep"
+)
+@_with_settings
+def compare_command(
+    preset_name: Annotated[str, typer.Argument(metavar="PRESET", help="One of: orthocond presets.")],
+    settings: dict[str, str],
+    methods: Annotated[str, typer.Option(help="paper, all, or a list: svd,svd+nog.")] = "paper",
+    seeds: Annotated[int, typer.Option(help="Runs of each method, from --seed on.", min=1)] = 3,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the runs; unset: runs/PRESET.", show_default=False)
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings; flags come before it.")] = None,
+    jobs: Annotated[int, typer.Option(help="Runs at a time on this machine.", min=1)] = 1,
+    shard: Annotated[str, typer.Option(help="3/8: do the third of every eight runs, for a job array.")] = "1/1",
+    engine: Annotated[str, typer.Option(help="local or ray.")] = "local",
+    address: Annotated[str | None, typer.Option(help="Of the Ray cluster.")] = None,
+    cpus: Annotated[int, typer.Option(help="Of a run on the Ray cluster.", min=1)] = 1,
+    gpus: Annotated[float, typer.Option(help="Of a run on the Ray cluster.", min=0)] = 0,
+) -> None:
+    """Run methods x seeds; started again, it does only what is missing."""
+    if "method" in settings:
+        raise ArgumentError("compare takes --methods, not --method.")
+    given = {**(from_toml(config) if config is not None else {}), **settings}
+    chosen = changed(preset(preset_name), given)
+    check_choice(engine, ENGINES, "engine", "compare")
+    runs = plan(chosen, method_list(methods), seeds, out or Path("runs") / chosen.preset, _shard(shard))
+    if any(not run.is_finished for run in runs):
+        load_data(chosen)  # what is wrong with it is said once
+    carry_out(runs, RayEngine(address, cpus, gpus) if engine == "ray" else LocalEngine(jobs))
+
+
+@app.command("demo", epilog="Example: orthocond demo --out runs/demo")
+def demo_command(
+    out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/demo"),
+    seeds: Annotated[int, typer.Option(help="Runs of each method.", min=1)] = 3,
+    jobs: Annotated[int, typer.Option(help="Runs at a time.", min=1)] = max(1, min(4, os.cpu_count() or 1)),
+) -> None:
+    """Compare methods on the embedded digits: a few minutes, no network."""
+    runs = plan(preset("dbn-digits"), DEMO, seeds, out)
+    console = Console(highlight=False, soft_wrap=True)
+    left = sum(not run.is_finished for run in runs)
+    console.print(
+        f"{len(DEMO)} methods x {seeds} seeds on 1,438 handwritten digits, {jobs} at a time: "
+        + (f"{left} of {len(runs)} runs to do" if left else f"all done before, in {out}")
+    )
+    carry_out(runs, LocalEngine(jobs))
 
 
 @app.command("presets")
@@ -136,9 +187,27 @@ def methods_command() -> None:
     )
 
 
-def default_folder(root: Path, config: Config) -> Path:
-    """Return where a run belongs below a folder of runs."""
-    return root / config.method / f"seed-{config.seed}"
+def carry_out(runs: list[Run], engine: Engine) -> None:
+    """Do the runs of a sweep, print the table, and exit with 1 if some of them failed."""
+    console = Console(highlight=False)
+    failed = compare(runs, engine, console)
+    console.print(summary(runs))
+    console.print(
+        "Validation error in percent, mean ± standard deviation over seeds; condition number of the covariance on its "
+        "support, median over steps and seeds."
+    )
+    if failed:
+        print(f"{len(failed)} of {len(runs)} runs failed:", file=sys.stderr)
+        for run in failed:
+            print(f"  {run.name}: {run.problem} ({run.folder / 'log.txt'})", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    number, slash, of = text.partition("/")
+    if not (slash and number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise ArgumentError(f"--shard takes a number and how many there are, 1/8 to 8/8, got {text!r}.")
+    return int(number), int(of)
 
 
 def display() -> Display:

@@ -80,6 +80,7 @@ class Config:
     workers: int = _setting(2, "processes that read and decode streamed images", place=True)
     threads: int | None = _setting(None, "threads of a process; unset: PyTorch's own choice", place=True)
     checkpoint_every: int = _setting(500, "steps between checkpoints; there is one at each epoch's end too", place=True)
+    val_images: int | None = _setting(None, "validate with the first so many images only")
     evaluate_every: int = _setting(1, "epochs between validations; there is one at the end always")
 
     def __post_init__(self) -> None:
@@ -112,7 +113,7 @@ class Config:
 _LEAST = {
     "seed": 0, "num_classes": 2, "pad": 0, "resize": 1, "crop": 1, "width": 1, "reduction": 1, "eps": 0.0, "rtol": 0.0,
     "penalty_weight": 0.0, "epochs": 1, "steps": 1, "batch_size": 1, "learning_rate": 0.0, "momentum": 0.0,
-    "weight_decay": 0.0, "gamma": 0.0, "nodes": 1, "workers": 0, "threads": 1, "checkpoint_every": 1,
+    "weight_decay": 0.0, "gamma": 0.0, "nodes": 1, "workers": 0, "threads": 1, "val_images": 1, "checkpoint_every": 1,
     "evaluate_every": 1,
 }  # fmt: skip
 _TYPES = typing.get_type_hints(Config)

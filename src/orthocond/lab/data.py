@@ -80,7 +80,7 @@ class MemoryData:
     def __init__(self, train: Images, val: Images, config: Config) -> None:
         self.config, self._train, self._val = config, train, val
         self.channels = train.pixels.shape[1]
-        self.num_train, self.num_val = len(train.labels), len(val.labels)
+        self.num_train, self.num_val = len(train.labels), _num_val(len(val.labels), config)
         mean, std = _mean_and_std(train.pixels)
         self._mean, self._std = mean.view(-1, 1, 1), std.view(-1, 1, 1)
 
@@ -139,7 +139,7 @@ class StreamedData:
 
     def __init__(self, train: "Sequence[Any]", val: "Sequence[Any]", config: Config) -> None:
         self.config, self._train, self._val = config, train, val
-        self.num_train, self.num_val = len(train), len(val)
+        self.num_train, self.num_val = len(train), _num_val(len(val), config)
 
     def train_batches(self, epoch: int, start: int, part: Part, device: torch.device) -> Iterator[Batch]:
         """Yield the epoch's batches from number ``start`` on, this process's part of each, normalised."""
@@ -360,6 +360,10 @@ def _decode(split: Any, config: Config) -> Images:
     pixels = torch.from_numpy(np.stack(arrays))
     pixels = pixels[:, None] if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2)
     return Images(pixels.contiguous(), torch.tensor(labels))
+
+
+def _num_val(found: int, config: Config) -> int:
+    return found if config.val_images is None else min(found, config.val_images)
 
 
 def _check_classes(found: int, config: Config) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from orthocond.errors import ArgumentError, check_choice
 from orthocond.treatments import TREATMENTS
 
-__all__ = ["ALL", "PAPER", "Method", "method", "method_list"]
+__all__ = ["ALL", "DEMO", "PAPER", "Method", "method", "method_list"]
 
 _SOLVERS = {"svd": "eigh", "newton_schulz": "newton_schulz", "bn": None}
 _ORDER = ("nog", "sn", "ol", "ow", "olr", "gauge")
@@ -25,6 +25,10 @@ PAPER = (
 
 ALL = (*PAPER, "svd+nog+sn", "svd+nog+ol", "svd+nog+olr", "svd+ow+olr", "bn")
 """Those of Tables 2 and 3 too, and the network without a meta-layer."""
+
+
+DEMO = ("bn", "newton_schulz", "svd", "svd+nog", "svd+ow", "svd+nog+ow+olr")
+"""Those that the demonstration shows."""
 
 
 @dataclass(frozen=True)

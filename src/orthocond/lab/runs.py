@@ -189,6 +189,13 @@ class RunFolder:
             ),
         )
 
+    def set_failed(self, error: str) -> None:
+        """Write that the run failed, wherever it was."""
+        before = read_status(self.path)
+        self.count_seconds_from(float(before.get("seconds", 0)))
+        step, total_steps, epoch = (int(before.get(name, 0)) for name in ("step", "total_steps", "epoch"))
+        self.set_status("failed", step=step, total_steps=total_steps, epoch=epoch, error=error)
+
     def count_seconds_from(self, seconds: float) -> None:
         """Let the time that the run took before count."""
         self._seconds_before = seconds

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import math
 import random
 import signal
@@ -176,7 +177,7 @@ class _Run:
         times = [time.perf_counter()]
         scheduled = self.sgd.param_groups[0]["lr"]
         logits = self.model(x)
-        loss = F.cross_entropy(logits.float(), y)
+        loss = _loss(logits, y)
         penalty = self.treatment.penalty() if self.treatment is not None else 0.0
         times.append(time.perf_counter())
         self.optimizer.zero_grad()
@@ -253,7 +254,7 @@ class _Run:
         totals = torch.zeros_like(self.totals)
         for x, y in self.data.val_batches(self.part, self.fabric.device):
             logits = self.model(x)
-            totals += _totals(F.cross_entropy(logits.float(), y), logits, y)
+            totals += _totals(_loss(logits, y), logits, y)
         loss, wrong, wrong5, count = self._summed(totals)
         return {"val_loss": loss / count, "val_error": 100 * wrong / count, "val_error5": 100 * wrong5 / count}
 
@@ -266,7 +267,9 @@ class _Run:
         weights = [value.detach() for value in self.network.parameters()]
         if not all(math.isfinite(norm) for norm in torch.stack(torch._foreach_norm(weights)).tolist()):
             raise self._diverged(self.step, "a weight became NaN or infinite")
-        random_states = cast(Tensor, self.fabric.all_gather(torch.get_rng_state().to(self.fabric.device))).cpu()
+        random_states = torch.zeros(self.fabric.world_size, torch.get_rng_state().numel())
+        random_states[self.part.rank] = torch.get_rng_state()
+        random_states = self._reduced(random_states, "sum").cpu().to(torch.uint8)
         totals = torch.tensor(self._summed(self.totals), dtype=torch.float64)
         if self.folder is None:
             return
@@ -279,7 +282,7 @@ class _Run:
                 "scheduler": self.scheduler.state_dict(),
                 "treatment": self.treatment.state_dict() if self.treatment is not None else None,
                 "precision": self.fabric.strategy.precision.state_dict(),
-                "random": {"torch": random_states.view(self.fabric.world_size, -1), **_random_state()},
+                "random": {"torch": random_states, **_random_state()},
                 "totals": totals,
                 "sizes": self.folder.sizes(),
             }
@@ -399,6 +402,7 @@ def learning_rate_factor(config: Config, steps_per_epoch: int, total_steps: int)
 
 
 def _fabric(config: Config) -> Fabric:
+    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
     several = config.devices not in ("1", "auto") or config.nodes > 1
     if several:
         # The compiler's modules, which an optimizer imports, hold the process group if they come after it.
@@ -474,6 +478,10 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _loss(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), y)
 
 
 def _totals(loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:

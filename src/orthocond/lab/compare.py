@@ -1,0 +1,307 @@
+"""Methods x seeds, each run in a folder of its own, several at a time, until all of them are done."""
+
+import dataclasses
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from orthocond.errors import ArgumentError
+from orthocond.lab.config import Config
+from orthocond.lab.display import number
+from orthocond.lab.runs import RunError, read_records, read_status
+
+__all__ = ["ENGINES", "Engine", "Handle", "LocalEngine", "RayEngine", "Run", "compare", "plan", "summary"]
+
+_TRIES = 2
+
+
+@dataclass
+class Run:
+    """A run of a sweep."""
+
+    config: Config
+    folder: Path
+    tries: int = 0
+    problem: str | None = None
+    _result: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """For a person."""
+        return f"{self.config.method} seed {self.config.seed}"
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """What the run says of itself."""
+        return read_status(self.folder)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.status.get("state") == "finished"
+
+    def result(self) -> dict[str, Any]:
+        """Return the last validation error and the median condition number of a finished run."""
+        if not self._result:
+            errors = [record["val_error"] for record in read_records(self.folder, "epoch") if "val_error" in record]
+            conds = [record["cond_support"] for record in read_records(self.folder, "step")]
+            known = [value for value in conds if value is not None]
+            self._result = {"error": errors[-1], "cond": statistics.median(known) if known else None}
+        return self._result
+
+
+class Handle(Protocol):
+    """A run that was started."""
+
+    def poll(self) -> str | None:
+        """Return None while it goes on, then what went wrong, or the empty string."""
+
+    def stop(self) -> None:
+        """Ask it to save and end, and wait for it."""
+
+
+class Engine(Protocol):
+    """Where runs happen."""
+
+    slots: int
+
+    def start(self, run: Run) -> Handle:
+        """Start a run."""
+
+
+class LocalEngine:
+    """Processes on this machine, its threads divided among them.
+
+    Args:
+        jobs: how many at a time.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        self.slots = jobs
+        self._threads = max(1, (os.cpu_count() or 1) // jobs)
+
+    def start(self, run: Run) -> "_Process":
+        """Start a run."""
+        return _Process(run, run.config.threads or self._threads)
+
+
+class _Process:
+    def __init__(self, run: Run, threads: int) -> None:
+        config = dataclasses.replace(run.config, threads=threads)
+        self._log = run.folder / "log.txt"
+        try:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            log = self._log.open("w")
+        except OSError as error:
+            raise RunError(f"can't write to {run.folder} ({error.strerror}); choose another folder by --out.") from None
+        with log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "orthocond.lab.worker"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            )
+        assert self._process.stdin is not None
+        task = json.dumps({"config": config.to_json(), "out": str(run.folder)})
+        try:
+            self._process.stdin.write(task.encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:  # it is dead already: poll tells
+            pass
+
+    def poll(self) -> str | None:
+        code = self._process.poll()
+        if code is None:
+            return None
+        self._process.communicate()
+        said = self._log.read_text(errors="replace").strip().splitlines()
+        if code == 0:
+            return ""
+        return f"killed by signal {-code}" if code < 0 else (said or [f"exit code {code}"])[-1]
+
+    def stop(self) -> None:
+        self._process.communicate()  # closes its standard input, which ends it
+
+
+class RayEngine:
+    """Tasks on a Ray cluster whose machines share the folder of the runs.
+
+    Args:
+        address: of the cluster; None for the one that is configured, or a new one on this machine.
+        cpus: of a run.
+        gpus: of a run.
+    """
+
+    def __init__(self, address: str | None, cpus: int, gpus: float) -> None:
+        try:
+            import ray
+        except ModuleNotFoundError:
+            raise ArgumentError("the engine ray needs Ray; install it by: pip install 'orthocond[ray]'") from None
+        self._ray, self.slots = ray, sys.maxsize
+        if not ray.is_initialized():
+            try:
+                ray.init(address=address, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
+            except (ConnectionError, ValueError) as error:
+                raise ArgumentError(f"can't reach the Ray cluster {address}: {error}; give its --address.") from None
+
+        def work(config: str, out: str) -> str | None:
+            from orthocond.lab.worker import run
+
+            return run(config, out)
+
+        # A worker that dies is replaced, and its run resumed by the next.
+        self._work = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=3)(work)
+        self._cpus = cpus
+
+    def start(self, run: Run) -> "_Task":
+        """Start a run."""
+        config = dataclasses.replace(run.config, threads=run.config.threads or self._cpus)
+        return _Task(self._ray, self._work.remote(config.to_json(), str(run.folder.resolve())))
+
+
+class _Task:
+    def __init__(self, ray: Any, reference: Any) -> None:
+        self._ray, self._reference = ray, reference
+
+    def poll(self) -> str | None:
+        done, _ = self._ray.wait([self._reference], timeout=0)
+        if not done:
+            return None
+        try:
+            return self._ray.get(self._reference) or ""
+        except self._ray.exceptions.RayError as error:
+            return " ".join(str(error).split())[:300]
+
+    def stop(self) -> None:
+        self._ray.cancel(self._reference, recursive=True)
+        self._ray.wait([self._reference], timeout=30)
+
+
+ENGINES = {"local": "processes on this machine", "ray": "tasks on a Ray cluster"}
+
+
+def plan(config: Config, methods: Sequence[str], seeds: int, out: Path, shard: tuple[int, int] = (1, 1)) -> list[Run]:
+    """Return the runs of a sweep, seed by seed; of a shard ``(3, 8)``, the third of every eight."""
+    configs = [
+        dataclasses.replace(config, method=name, seed=config.seed + seed) for seed in range(seeds) for name in methods
+    ]
+    number, of = shard
+    return [Run(one, folder_of(out, one)) for one in configs[number - 1 :: of]]
+
+
+def folder_of(root: Path, config: Config) -> Path:
+    """Return where a run belongs below a folder of runs."""
+    return root / config.method / f"seed-{config.seed}"
+
+
+def compare(runs: Sequence[Run], engine: Engine, console: Console) -> list[Run]:
+    """Do what is left of the runs, and show a table of them meanwhile; return those that failed.
+
+    A run that fails is tried once more, from its last checkpoint, and then left with its problem; the others go on.
+    """
+    waiting = [run for run in runs if not run.is_finished]
+    running: list[tuple[Run, Handle]] = []
+    began = time.monotonic()
+    fraction_before = _fraction_done(runs)
+
+    def table() -> Table:
+        done = _fraction_done(runs)
+        gained = done - fraction_before
+        left = (time.monotonic() - began) / gained * (1 - done) if gained > 0.01 else None
+        return summary(runs, caption="" if left is None or not running else f"{left:.0f} s left")
+
+    with _shown(table, console) as show:
+        try:
+            while waiting or running:
+                while waiting and len(running) < engine.slots:
+                    run = waiting.pop(0)
+                    run.tries, run.problem = run.tries + 1, None
+                    running.append((run, engine.start(run)))
+                time.sleep(0.2)
+                for entry in list(running):
+                    run, handle = entry
+                    problem = handle.poll()
+                    if problem is None:
+                        continue
+                    running.remove(entry)
+                    if problem or not run.is_finished:
+                        run.problem = problem or "it ended without a result"
+                        if run.tries < _TRIES:
+                            waiting.append(run)
+                    show(run)
+        finally:
+            for _, handle in running:
+                handle.stop()
+    return [run for run in runs if not run.is_finished]
+
+
+def summary(runs: Sequence[Run], caption: str = "") -> Table:
+    """Return a table with a row for each method: runs done, error, condition number, failures of the runs."""
+    table = Table("method", caption=caption or None, pad_edge=False)
+    for heading in ("runs", "error %", "best", "condition number", "progress"):
+        table.add_column(heading, justify="right")
+    for name in dict.fromkeys(run.config.method for run in runs):
+        own = [run for run in runs if run.config.method == name]
+        results = [run.result() for run in own if run.is_finished]
+        errors = [result["error"] for result in results]
+        conds = [result["cond"] for result in results if result["cond"] is not None]
+        failed = sum(run.problem is not None and run.tries >= _TRIES and not run.is_finished for run in own)
+        table.add_row(
+            name,
+            f"{len(results)}/{len(own)}" + (f", {failed} failed" if failed else ""),
+            mean_and_std(errors),
+            f"{min(errors):.2f}" if errors else "",
+            number(statistics.median(conds)) if conds else "",
+            f"{100 * _fraction_done(own):.0f}%",
+        )
+    return table
+
+
+def mean_and_std(values: Sequence[float]) -> str:
+    """Return the mean and, of several values, the standard deviation.
+
+    Example:
+        >>> mean_and_std([1.0, 2.0]), mean_and_std([1.0])
+        ('1.50 ± 0.71', '1.50')
+    """
+    if not values:
+        return ""
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.2f}{spread}"
+
+
+def _fraction_done(runs: Sequence[Run]) -> float:
+    fractions = []
+    for run in runs:
+        status = run.status
+        fractions.append(status["step"] / status["total_steps"] if status.get("total_steps") else 0.0)
+    return statistics.fmean(fractions)
+
+
+@contextmanager
+def _shown(table: Callable[[], Table], console: Console) -> Iterator[Callable[[Run], None]]:
+    """Show a live table on a terminal, elsewhere a line for each run that ends."""
+    if console.is_terminal:
+        with Live(get_renderable=table, console=console, refresh_per_second=2):
+            yield lambda _: None
+        return
+
+    def line(run: Run) -> None:
+        said = f"failed: {run.problem}" if run.problem else f"error {run.result()['error']:.2f}%"
+        console.print(f"{run.name}: {said}", highlight=False, markup=False, soft_wrap=True)
+
+    yield line

@@ -1,0 +1,93 @@
+"""Kill a run with SIGKILL at random moments, resume it each time, and compare what is left with an undisturbed run.
+
+python tests/lab/killing.py 20
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+COMMAND = [sys.executable, "-m", "orthocond", "train"]
+SETTINGS = [
+    *("dbn-digits", "--method", "svd+nog+ow+olr", "--epochs", "8", "--checkpoint-every", "7"),
+    *("--threads", "1", "--accelerator", "cpu"),
+]
+
+
+def start(out, *more):
+    return subprocess.Popen(
+        [*COMMAND, *SETTINGS, "--resume", "--out", str(out), *more],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(out):
+    process = start(out)
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, errors
+
+
+def killed_and_resumed(out: Path, kills: int, seed: int) -> list[int]:
+    """Run to the end, killed so often; return the size of the metrics at each kill.
+
+    The moment is random: during the start, between its first step and its last, or while it writes a checkpoint.
+    """
+    moments, sizes = random.Random(seed), []
+    metrics = out / "metrics.jsonl"
+    for _ in range(kills):
+        process = start(out)
+        before = metrics.stat().st_size if metrics.exists() else 0
+        if moments.random() < 0.8:  # wait until it works
+            while process.poll() is None and (not metrics.exists() or metrics.stat().st_size <= before):
+                before = min(before, metrics.stat().st_size) if metrics.exists() else 0
+                time.sleep(0.001)
+            time.sleep(moments.uniform(0, 0.5))
+        else:
+            time.sleep(moments.uniform(0, 3))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        sizes.append(metrics.stat().st_size if metrics.exists() else 0)
+    finish(out)
+    return sizes
+
+
+def differences(a: Path, b: Path) -> list[str]:
+    """Return what differs between two runs: names of tensors, or of files."""
+    states = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (a, b)]
+    flat = [dict(_flat(state)) for state in states]
+    found = [name for name in flat[0].keys() | flat[1].keys() if not _same(*(part.get(name) for part in flat))]
+    if (a / "metrics.jsonl").read_bytes() != (b / "metrics.jsonl").read_bytes():
+        found.append("metrics.jsonl")
+    return [name for name in found if not name.startswith(".sizes.times")]
+
+
+def _flat(value, name=""):
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else None
+    if items is None:
+        yield name, value
+    else:
+        for key, part in items:
+            yield from _flat(part, f"{name}.{key}")
+
+
+def _same(a, b):
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        whole, broken = Path(folder) / "whole", Path(folder) / "broken"
+        finish(whole)
+        sizes = killed_and_resumed(broken, int(sys.argv[1]), seed=0)
+        print("metrics.jsonl at each kill:", sizes, "of", (whole / "metrics.jsonl").stat().st_size)
+        print("differences:", differences(whole, broken) or "none")
