@@ -1,0 +1,109 @@
+"""Settings, methods and presets: where values come from, and what is said of wrong ones."""
+
+import dataclasses
+
+import pytest
+
+from orthocond.errors import ArgumentError
+from orthocond.lab.config import Config, changed, from_json, from_toml
+from orthocond.lab.methods import ALL, PAPER, method, method_list
+from orthocond.lab.presets import PRESETS, preset
+
+
+def test_the_paper_s_presets_are_those_of_its_appendix_b():
+    """Every number here is in appendix B; what is not there is marked so in the preset."""
+    for name, classes in (("dbn-cifar10", 10), ("dbn-cifar100", 100)):
+        config = preset(name)
+        assert (config.dataset, config.num_classes) == (f"uoft-cs/{name.removeprefix('dbn-')}", classes)
+        assert (config.model, config.meta, config.small_images, config.width) == ("resnet50", "dbn", True, 64)
+        assert (config.epochs, config.learning_rate, config.momentum, config.weight_decay) == (350, 0.1, 0.9, 5e-4)
+        assert (config.schedule, config.milestones, config.gamma) == ("steps", (100, 200, 300), 0.1)
+        assert (config.batch_size, config.eps, config.rtol, config.gradient) == (128, 0.01, 0.0, "pade")
+        assert (config.pad, config.flip, config.normalize) == (4, True, False)
+    config = preset("gcp-imagenet")
+    assert (config.dataset, config.num_classes) == ("ILSVRC/imagenet-1k", 1000)
+    assert (config.model, config.meta, config.small_images, config.reduction) == ("resnet18", "gcp", False, 256)
+    assert (config.epochs, config.learning_rate, config.momentum, config.weight_decay) == (60, 0.1, 0.9, 1e-4)
+    assert (config.schedule, config.milestones, config.gamma) == ("steps", (30, 45), 0.1)
+    assert (config.batch_size, config.resize, config.crop, config.flip) == (256, 256, 224, True)
+    assert config.gradient == "pade"
+
+
+def test_the_design_s_presets_are_there():
+    assert set(PRESETS) == {
+        *("dbn-cifar10", "dbn-cifar100", "gcp-imagenet"),
+        *("dbn-digits", "gcp-digits", "dbn-cifar10-small", "gcp-cifar10-small"),
+    }
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_configuration_survives_its_file(name):
+    config = preset(name)
+    assert from_json(config.to_json()) == config
+
+
+def test_a_toml_file_and_flags_give_the_same(tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_text(
+        'learning_rate = 1\nmilestones = [3, 5]\nrtol = 1e-3\nflip = false\nmethod = "svd+ow+nog"\nsteps = 7\n'
+    )
+    flags = {
+        "learning_rate": "1", "milestones": "3,5", "rtol": "0.001", "flip": "false",
+        "method": "svd+nog+ow", "steps": "7",
+    }
+    config = changed(preset("dbn-digits"), from_toml(file))
+    assert config == changed(preset("dbn-digits"), flags)
+    assert (config.learning_rate, config.milestones, config.method) == (1.0, (3, 5), "svd+nog+ow")
+    assert changed(config, {"rtol": "none", "milestones": ""}).rtol is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learning_rat": 1}, "unknown setting 'learning_rat'.*Did you mean 'learning_rate'"),
+        ({"learning_rate": "fast"}, "learning_rate takes a number, got 'fast'"),
+        ({"epochs": 1.5}, "epochs takes a whole number, got 1.5"),
+        ({"epochs": True}, "epochs takes a whole number"),
+        ({"flip": "maybe"}, "flip takes true or false"),
+        ({"milestones": "a,b"}, "milestones takes e.g. 30,45"),
+        ({"milestones": (5, 3)}, "ascending order"),
+        ({"model": 7.5}, "model takes text"),
+        ({"model": "resnet5"}, "Did you mean 'resnet50'"),
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"learning_rate": float("nan")}, "learning_rate must be at least"),
+        ({"devices": "two"}, "devices must be a number or auto"),
+        ({"method": "svd+nogg"}, "Did you mean 'svd\\+nog'"),
+        ({"method": "svt"}, "choose one of svd"),
+        ({"method": "bn+nog"}, "use bn alone, or svd\\+nog"),
+        ({"gradient": "exct"}, "Did you mean 'exact'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(settings, message):
+    with pytest.raises(ArgumentError, match=message):
+        changed(preset("dbn-digits"), settings)
+
+
+def test_files_that_are_no_configuration(tmp_path):
+    with pytest.raises(ArgumentError, match="can't read the configuration"):
+        from_toml(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("a = = 1")
+    with pytest.raises(ArgumentError, match="is no TOML"):
+        from_toml(tmp_path / "bad.toml")
+    for text in ("", "[]", "{}", '{"preset": "x"', "null"):
+        with pytest.raises(ArgumentError, match="is damaged"):
+            from_json(text)
+
+
+def test_methods_have_one_name_each():
+    assert method("SVD + olr+NOG").name == "svd+nog+olr"
+    assert method("newton_schulz+nog").solver == "newton_schulz"
+    assert method_list("paper") == list(PAPER)
+    assert method_list("all, svd+nog, svd+ow+nog") == list(ALL)
+    assert len(set(ALL)) == len(ALL)
+    with pytest.raises(ArgumentError, match="no methods"):
+        method_list(" , ")
+
+
+def test_every_setting_is_explained():
+    for field in dataclasses.fields(Config):
+        assert field.name == "preset" or field.metadata["help"]

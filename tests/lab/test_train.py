@@ -1,0 +1,229 @@
+"""Training: every method takes real steps, runs resume bit for bit, and what goes wrong is said."""
+
+import json
+import signal
+import time
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from orthocond.lab.config import changed
+from orthocond.lab.display import Silent
+from orthocond.lab.methods import ALL
+from orthocond.lab.presets import preset
+from orthocond.lab.runs import DivergedError, RunError, read_records, read_status
+from orthocond.lab.train import learning_rate_factor, train
+
+from killing import differences, finish, killed_and_resumed, start
+
+
+def digits(**settings):
+    return changed(preset("dbn-digits"), {"steps": 24, "threads": 1, "accelerator": "cpu", **settings})
+
+
+@pytest.fixture(autouse=True)
+def own_caches(tmp_path, monkeypatch):
+    monkeypatch.setenv("ORTHOCOND_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """An image folder of two classes, and the same as parquet."""
+    folder = tmp_path_factory.mktemp("images")
+    draw = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for n in range(8):
+            place = folder / split / f"class{n % 2}"
+            place.mkdir(parents=True, exist_ok=True)
+            pixels = draw.integers(0, 256, (32, 32, 3), dtype=np.uint8) // (1 + n % 2)
+            Image.fromarray(pixels).save(place / f"{n}.png")
+    return folder
+
+
+def test_a_run_learns_and_writes_everything_down(tmp_path):
+    outcome = train(digits(steps=110, method="svd+nog+ow+olr"), tmp_path / "run")
+    assert outcome.state == "finished"
+    assert outcome.val_error < 15
+    steps, epochs = (read_records(tmp_path / "run", kind) for kind in ("step", "epoch"))
+    assert [record["step"] for record in steps] == list(range(1, 111))
+    assert [record["epoch"] for record in epochs] == [1, 2, 3, 4, 5]
+    assert epochs[-1]["val_error"] == outcome.val_error
+    assert epochs[-1]["val_error5"] <= epochs[-1]["val_error"]
+    for record in steps:
+        assert 1 <= record["cond_support"] <= record["cond"]
+        assert (record["rank"], record["failures"]) == (8, 0)
+        assert record["pre_svd_lr"] == (record["eta"] if record["switched"] else record["lr"])
+    assert any(record["switched"] for record in steps)
+    times = [json.loads(line) for line in (tmp_path / "run" / "times.jsonl").read_text().splitlines()]
+    assert sum(record["steps"] for record in times) == 110
+    assert all(record["forward"] + record["backward"] + record["update"] < record["seconds"] for record in times)
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    assert {"step/loss", "step/cond_support", "epoch/val_error"} <= set(events.Tags()["scalars"])
+    assert events.Scalars("epoch/val_error")[-1].value == pytest.approx(outcome.val_error)
+
+
+@pytest.mark.parametrize("method", ALL)
+@pytest.mark.parametrize("name", ["dbn-digits", "gcp-digits"])
+def test_every_method_takes_steps_on_the_digits(tmp_path, name, method):
+    settings = {"method": method, "steps": 3, "val_images": 20, "accelerator": "cpu"}
+    assert train(changed(preset(name), settings), tmp_path / "run").step == 3
+    records = read_records(tmp_path / "run", "step")
+    assert all((record["cond"] is None) == (method == "bn") for record in records)
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_every_method_takes_steps_on_the_paper_s_networks(tmp_path, images, method):
+    """ResNet-50 with the CIFAR stem, and ResNet-18 with covariance pooling; small batches, of images of our own."""
+    common = {"data": str(images), "num_classes": 2, "method": method, "workers": 0, "val_images": 2}
+    dbn = {**common, "batch_size": 4, "epochs": 1, "steps": 1, "accelerator": "cpu"}
+    assert train(changed(preset("dbn-cifar10"), dbn), tmp_path / "dbn").step == 1
+    gcp = {**dbn, "epochs": 2, "steps": 2, "reduction": 64}
+    assert train(changed(preset("gcp-imagenet"), gcp), tmp_path / "gcp").step == 2
+
+
+@pytest.mark.parametrize("method", ["svd+sn+nog", "svd+nog+ow+olr", "newton_schulz", "bn"])
+def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, method):
+    config = digits(steps=50, method=method, checkpoint_every=9)
+    train(config, tmp_path / "whole")
+
+    class Interrupting(Silent):
+        def step(self, record):
+            if record["step"] in (10, 27):
+                signal.raise_signal(signal.SIGTERM)
+
+    for expected in (10, 27):
+        outcome = train(config, tmp_path / "parts", resume=True, display=Interrupting())
+        assert (outcome.state, outcome.step) == ("interrupted", expected)
+        assert read_status(tmp_path / "parts")["state"] == "interrupted"
+    assert train(config, tmp_path / "parts", resume=True).state == "finished"
+    assert differences(tmp_path / "whole", tmp_path / "parts") == []
+
+
+@pytest.mark.timeout(200)
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
+    finish(tmp_path / "whole")
+    sizes = killed_and_resumed(tmp_path / "broken", kills=4, seed=1)
+    assert max(sizes) > 0
+    assert differences(tmp_path / "whole", tmp_path / "broken") == []
+
+
+def test_a_damaged_checkpoint_costs_no_more_than_the_steps_since_the_one_before(tmp_path):
+    config = digits(steps=50)
+    train(config, tmp_path / "whole")
+
+    class Interrupting(Silent):
+        notes = ""
+
+        def step(self, record):
+            if record["step"] == 30:
+                signal.raise_signal(signal.SIGTERM)
+
+        def note(self, text):
+            self.notes += text
+
+    train(config, tmp_path / "parts", display=Interrupting())
+    (tmp_path / "parts" / "checkpoint.pt").write_bytes(b"damaged")
+    display = Interrupting()
+    display.step = lambda record: None
+    train(config, tmp_path / "parts", resume=True, display=display)
+    assert "checkpoint.pt is damaged and is not used; going on from step 22" in display.notes
+    assert differences(tmp_path / "whole", tmp_path / "parts") == []
+
+
+def test_a_finished_run_stays_as_it_is(tmp_path):
+    train(digits(), tmp_path / "run")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
+    outcome = train(digits(), tmp_path / "run", resume=True)
+    assert (outcome.state, outcome.step) == ("finished", 24)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()} == before
+
+
+def test_a_folder_with_a_run_is_refused(tmp_path):
+    train(digits(), tmp_path / "run")
+    with pytest.raises(RunError, match="add --resume, or choose another folder"):
+        train(digits(), tmp_path / "run")
+    with pytest.raises(RunError, match="begun with learning_rate 0.1, not 0.2"):
+        train(digits(learning_rate=0.2), tmp_path / "run", resume=True)
+    train(digits(checkpoint_every=3, workers=0), tmp_path / "run", resume=True)  # about the place, not the experiment
+
+
+def test_a_loss_that_is_nan_stops_the_run(tmp_path):
+    config = digits(learning_rate=1e12, momentum=0.0, checkpoint_every=1, method="bn")
+    with pytest.raises(DivergedError, match=r"stopped at step \d+: .*Try a lower --learning-rate"):
+        train(config, tmp_path / "bn")
+    status = read_status(tmp_path / "bn")
+    assert status["state"] == "failed"
+    assert "training stopped at step" in status["error"]
+
+
+def test_nan_names_the_step_the_condition_number_and_the_last_good_checkpoint(tmp_path, monkeypatch):
+    from orthocond.lab import train as module
+
+    calls = []
+
+    def loss(logits, y):
+        calls.append(1)
+        value = torch.nn.functional.cross_entropy(logits, y)
+        return value * float("nan") if len(calls) == 8 else value
+
+    monkeypatch.setattr(module, "_loss", loss)
+    with pytest.raises(
+        DivergedError, match=r"at step 8: the loss became nan at condition number [\d.]+; the last good"
+    ):
+        train(digits(checkpoint_every=5), tmp_path / "run")
+    assert "checkpoint is that of step 5" in read_status(tmp_path / "run")["error"]
+    assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 5
+
+
+@pytest.mark.timeout(200)
+def test_two_processes_have_the_losses_of_one(tmp_path):
+    """In float64 (but Fabric returns float32 logits): in float32 rounding grows to 1e-2 within fifty steps of NOG."""
+    settings = ["--epochs", "2", "--precision", "64-true"]
+    for name, devices in (("one", "1"), ("two", "2")):
+        process = start(tmp_path / name, *settings, "--devices", devices)
+        errors = process.communicate(timeout=100)[1]
+        assert process.returncode == 0, errors
+    one, two = (read_records(tmp_path / name, "step") for name in ("one", "two"))
+    assert len(one) == len(two) == 44
+    for a, b in zip(one, two, strict=True):
+        assert abs(a["loss"] - b["loss"]) < 1e-6
+        assert abs(a["cond"] - b["cond"]) < 1e-6 * a["cond"]
+    (a, *_), (b, *_) = (read_records(tmp_path / name, "epoch") for name in ("one", "two"))
+    assert a["val_error"] == b["val_error"]
+    assert abs(a["train_loss"] - b["train_loss"]) < 1e-6
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
+    process = start(tmp_path / "run", "--epochs", "1000")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, errors
+    status = read_status(tmp_path / "run")
+    assert status["state"] == "interrupted"
+    assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == status["step"]
+
+
+def test_the_rate_falls_as_the_paper_says():
+    factor = learning_rate_factor(preset("dbn-cifar10"), 390, 350 * 390)
+    rates = [0.1 * factor(epoch * 390) for epoch in (0, 99, 100, 199, 200, 299, 300, 349)]
+    assert rates == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001, 0.001, 0.0001, 0.0001])
+    assert factor(100 * 390 - 1) == 1
+    linear = learning_rate_factor(preset("dbn-digits"), 22, 100)
+    assert (linear(0), linear(50), linear(100)) == pytest.approx((1, 0.505, 0.01))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_precisions(tmp_path, precision):
+    train(digits(steps=3, precision=precision, method="svd+nog"), tmp_path / "run")
+    assert all(np.isfinite(record["loss"]) for record in read_records(tmp_path / "run", "step"))
