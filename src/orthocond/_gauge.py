@@ -100,14 +100,15 @@ class Gauge:
         seen, self._seen = self._seen, None
         if seen is None:
             return GaugeStep()
-        before = self._decisive(seen)
-        if not before > self.threshold:
+        before, is_too_large = self._decisive(seen)
+        if not is_too_large:
             return GaugeStep(False, before, before)
         rows = self._rows(widen(self.layer.weight))
         change = change_of_gauge(
             seen.covariance,
             rows,
             threshold=self.threshold,
+            num_samples=seen.num_samples,
             scale=self.scale,
             rtol=_rank_rtol(self.norm, seen.covariance),
             solver=self.norm.solver,
@@ -119,7 +120,7 @@ class Gauge:
 
     @uncompiled
     @torch.no_grad()
-    def _note(self, norm: nn.Module, *_: Any) -> None:
+    def _note(self, norm: nn.Module, _: Any, output: Tensor) -> None:
         if norm is not self.norm or not self.norm.training:  # a copy of the model has a copy of the hook
             return
         eigenvalues, covariance = self.norm.last_eigenvalues, self.norm._covariance
@@ -130,21 +131,28 @@ class Gauge:
                 f"gauge took the linear layer in front of {type(norm).__name__} to map (N, in) to (N, out), and the "
                 "norm got three dimensions; pass treat(..., example_input=x), so that it sees which are the channels."
             )
-        cond = spectrum_of(eigenvalues, eps=0.0, rtol=_rank_rtol(self.norm, covariance)).cond_support.max()
+        num_samples = output.numel() // self.norm.num_features
+        if self.norm._is_synchronised():
+            num_samples *= torch.distributed.get_world_size(self.norm.process_group)
+        found = spectrum_of(eigenvalues, eps=0.0, rtol=_rank_rtol(self.norm, covariance))
+        is_too_large = found.cond_support > _limit(found.rank, num_samples, self.threshold)
+        decision = torch.stack([found.cond_support.max(), is_too_large.any().to(eigenvalues.dtype)])
         # On its way to the host while the backward pass is queued, so that the step needs not wait for that.
-        on_host, arrived = cond.to("cpu", non_blocking=cond.is_cuda), None
-        if cond.is_cuda:
+        on_host, arrived = decision.to("cpu", non_blocking=decision.is_cuda), None
+        if decision.is_cuda:
             arrived = torch.cuda.Event()
             arrived.record()
-        self._seen = _Seen(covariance, cond, on_host, arrived)
+        self._seen = _Seen(covariance, num_samples, decision, on_host, arrived)
 
-    def _decisive(self, seen: "_Seen") -> float:
-        """Return the condition number that decides: in a distributed run that of the first process."""
+    def _decisive(self, seen: "_Seen") -> tuple[float, bool]:
+        """Return the condition number, and whether to act on it: in a distributed run those of the first process."""
         if self._is_distributed():
-            return float(self._from_first(seen.cond))
-        if seen.arrived is not None:
-            seen.arrived.synchronize()
-        return float(seen.on_host)
+            cond, is_too_large = self._from_first(seen.decision).tolist()
+        else:
+            if seen.arrived is not None:
+                seen.arrived.synchronize()
+            cond, is_too_large = seen.on_host.tolist()
+        return cond, bool(is_too_large)
 
     def _is_distributed(self) -> bool:
         distributed = torch.distributed
@@ -197,8 +205,11 @@ class _Seen(NamedTuple):
     """What a training forward showed."""
 
     covariance: Tensor
-    cond: Tensor
+    num_samples: int
+    decision: Tensor
+    """The condition number and whether it is too large."""
     on_host: Tensor
+    """The same, once the event ``arrived`` has happened."""
     arrived: Any
 
 
@@ -214,7 +225,14 @@ class Change(NamedTuple):
 
 
 def change_of_gauge(
-    P: Tensor, W: Tensor, *, threshold: float, scale: str = "trace", rtol: float = 0.0, solver: str = "eigh"
+    P: Tensor,
+    W: Tensor,
+    *,
+    threshold: float,
+    num_samples: int,
+    scale: str = "trace",
+    rtol: float = 0.0,
+    solver: str = "eigh",
 ) -> Change:
     r"""Return the matrices that make covariances well conditioned, without changing what is whitened.
 
@@ -227,13 +245,14 @@ def change_of_gauge(
         P: covariances ``(groups, c, c)``.
         W: the weight that made them ``(groups, c, k)``.
         threshold: what has a condition number on its support at or below it gets the identity.
+        num_samples: how many stand behind each covariance: where they are few, noise alone exceeds a threshold.
         scale: one of `SCALES`.
         rtol: eigenvalues at or below ``rtol`` times the largest are dropped by the whitening.
         solver: how to decompose: that of the layer, so that the same eigenvalues are dropped.
 
     Example:
         >>> P = torch.diag(torch.tensor([100.0, 4.0, 0.0]))[None]
-        >>> change_of_gauge(P, torch.eye(3)[None], threshold=10.0, scale="unit", rtol=1e-4).T[0].diag()
+        >>> change_of_gauge(P, torch.eye(3)[None], threshold=10.0, num_samples=99, scale="unit").T[0].diag()
         tensor([0.1000, 0.5000, 0.1000], dtype=torch.float64)
     """
     eigenvalues, U = decompose(symmetric(widen(P)), solver)
@@ -247,10 +266,24 @@ def change_of_gauge(
         c = torch.linalg.matrix_norm(W) / torch.linalg.matrix_norm(g.unsqueeze(-1) * (U.mT @ W.to(U)))
     else:
         c = torch.ones_like(g[..., 0])
-    is_too_large = spectrum_of(l, eps=0.0, rtol=rtol).cond_support > threshold  # never at rank 0
+    found = spectrum_of(l, eps=0.0, rtol=rtol)
+    is_too_large = found.cond_support > _limit(found.rank, num_samples, threshold)  # never at rank 0
     g = torch.where(is_too_large.unsqueeze(-1), c.unsqueeze(-1) * g, 1.0)
     after = spectrum_of(g.square() * l, eps=0.0, rtol=rtol).cond_support.max()
     return Change((U * g.unsqueeze(-2)) @ U.mT, (U / g.unsqueeze(-2)) @ U.mT, after)
+
+
+def _limit(rank: Tensor, num_samples: int, threshold: float) -> Tensor:
+    """Return the condition number above which to act: the threshold, or more where a batch is too small to tell.
+
+    The covariance of ``M`` samples of white noise in ``r`` dimensions has condition numbers around the square of
+    ``(1 + q) / (1 - q)``, ``q = sqrt(r / M)`` (Marchenko and Pastur), and acting on noise makes the weight grow by
+    ``1 / (1 - r / M)``. With fewer than ten samples for each dimension, only twice that, in digits, counts.
+    """
+    ratio = rank / max(num_samples - 1, 1)
+    q = ratio.sqrt().clamp(max=1.0)
+    noise = ((1 + q) / (1 - q)).pow(4)
+    return torch.where(ratio > 0.1, noise.clamp(min=threshold), threshold)
 
 
 def _rank_rtol(norm: _DecorrelatedBatchNorm, P: Tensor) -> float:

@@ -34,6 +34,8 @@ def meta_layer_behind(model: nn.Module, name: str, layer: nn.Module, example_inp
             f"gauge replaces the weight of {name!r} ({type(layer).__name__}), which has to be a free one of a linear "
             "layer or a convolution of torch; treat such a layer, or leave gauge out."
         )
+    if not any(isinstance(module, MetaLayer) for module in model.modules()):
+        raise _refusal(name, "the model has no meta-layer")
     weights = [p for _, p in model.named_parameters(remove_duplicate=False) if p is layer.weight]
     if len(weights) > 1:
         raise _refusal(name, "its weight serves another layer, too")
@@ -115,7 +117,7 @@ def _followed(graph: torch.fx.Graph, modules: dict[str, nn.Module], name: str, l
         if node.op == "output":
             return None
         what = type(module).__name__ if module else getattr(node.target, "__name__", str(node.target))
-        raise _refusal(name, f"{what!r} is in between (where it only reshapes, pass example_input=x)")
+        raise _refusal(name, f"it goes to {what!r} first (where that only reshapes, pass example_input=x)")
 
 
 def _by_example(model: nn.Module, name: str, layer: nn.Module, example_input: Any) -> MetaLayer:
@@ -149,12 +151,12 @@ def _by_example(model: nn.Module, name: str, layer: nn.Module, example_input: An
     (source, sent), (node, arrived) = made[0], reached[0]
     while True:
         if node in dropped:
-            raise _refusal(name, "dropout is in between")
+            raise _refusal(name, "it goes to 'Dropout' first")
         if node is source:
             break
         kind = node.name().partition("Backward")[0]
         if kind not in _PASSING_NODES:
-            raise _refusal(name, f"{kind!r} is in between")
+            raise _refusal(name, f"it goes to {kind!r} first")
         node = node.next_functions[0][0]
     if sent.shape != arrived.shape or not torch.allclose(sent, arrived, rtol=1e-2):
         raise _refusal(name, "its channels are rearranged in between")
