@@ -504,7 +504,7 @@ def test_a_combination_that_the_paper_advises_against_warns_once(spec):
 
 
 def test_the_registry_and_its_grammar():
-    assert list(TREATMENTS) == ["sn", "ol", "ow", "nog", "olr"]
+    assert list(TREATMENTS) == ["sn", "ol", "ow", "nog", "olr", "gauge"]
     assert {entry.acts_on for entry in TREATMENTS.values()} == {"weight", "gradient", "learning rate", "loss"}
     assert parse_treatment(" OW + nog ") == parse_treatment("nog+ow") == {"ow", "nog"}
     assert parse_treatment("none") == parse_treatment("") == frozenset()
@@ -532,7 +532,7 @@ def scheduled_before():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: treat(net(), "conv1", "nog+qr"), "unknown treatment 'qr'; choose one of sn, ol, ow, nog, olr"),
+        (lambda: treat(net(), "conv1", "nog+qr"), "unknown treatment 'qr'; choose one of sn, ol, ow, nog, olr, gauge"),
         (lambda: treat(net(), "conv_1", "nog"), "unknown layer 'conv_1'.*Did you mean 'conv1'"),
         (lambda: treat(net(), nn.Linear(2, 2), "nog"), "is not in the model"),
         (lambda: treat(net(), "norm1", "nog"), r"'norm1' \(DecorrelatedBatchNorm2d\) has no matrix for a weight"),

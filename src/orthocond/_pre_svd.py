@@ -1,5 +1,7 @@
 """Finding the Pre-SVD layer: the one whose output a meta-layer decomposes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +11,7 @@ from torch.nn.utils import parametrize
 from orthocond.errors import ArgumentError
 from orthocond.nn._meta import MetaLayer
 
-__all__ = ["find_pre_svd", "has_matrix", "unwrapped"]
+__all__ = ["call", "evaluating", "find_pre_svd", "has_matrix", "tensors", "unwrapped"]
 
 
 def find_pre_svd(model: nn.Module, example_input: Any) -> dict[str, str]:
@@ -41,33 +43,24 @@ def find_pre_svd(model: nn.Module, example_input: Any) -> dict[str, str]:
         raise ArgumentError(
             "find_pre_svd found no meta-layer in the model; put one in, e.g. with orthocond.nn.convert_batchnorm."
         )
-    modes = {module: module.training for module in model.modules()}
-    handles: list[Any] = []
     produced: dict[Any, Layer] = {}
     reached: dict[str, Tensor] = {}
 
     def after(name: str, output: Any) -> None:
-        for tensor in _tensors(output):
+        for tensor in tensors(output):
             if tensor.grad_fn is not None:
                 produced.setdefault(tensor.grad_fn, Layer(name, tensor.shape[2:]))
 
     def before(module: nn.Module, inputs: tuple[Any, ...], named_inputs: dict[str, Any]) -> None:
-        for tensor in _tensors((inputs, named_inputs))[:1]:
+        for tensor in tensors((inputs, named_inputs))[:1]:
             reached.setdefault(metas[module], tensor)
 
-    try:
-        model.eval()
+    with evaluating(model) as handles, torch.enable_grad():
         for name, module in model.named_modules():
             if has_matrix(module):
                 handles.append(module.register_forward_hook(lambda _, __, output, name=name: after(name, output)))
         handles += [module.register_forward_pre_hook(before, with_kwargs=True) for module in metas]
-        with torch.enable_grad():
-            _call(model, example_input)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, training in modes.items():
-            module.training = training
+        call(model, example_input)
     owners = {
         parameter: Layer(name, None)
         for name, module in model.named_modules()
@@ -159,21 +152,37 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _tensors(value: Any) -> list[Tensor]:
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[list[Any]]:
+    """Put the model in eval mode for a while; the hooks in the list are removed and the modes restored at the end."""
+    modes = {module: module.training for module in model.modules()}
+    handles: list[Any] = []
+    try:
+        model.eval()
+        yield handles
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, training in modes.items():
+            module.training = training
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in a nest of tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
         value = tuple(value.values())
-    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, tuple | list) else []
+    return [tensor for part in value for tensor in tensors(part)] if isinstance(value, tuple | list) else []
 
 
-def _call(model: nn.Module, example: Any) -> None:
+def call(model: nn.Module, example: Any) -> Any:
+    """Return what the model gives for an example: a tensor, or a tuple or a dict of arguments."""
     if isinstance(example, dict):
-        model(**{name: _tracked(part) for name, part in example.items()})
-    elif isinstance(example, tuple):
-        model(*(_tracked(part) for part in example))
-    else:
-        model(_tracked(example))
+        return model(**{name: _tracked(part) for name, part in example.items()})
+    if isinstance(example, tuple):
+        return model(*(_tracked(part) for part in example))
+    return model(_tracked(example))
 
 
 def _tracked(value: Any) -> Any:

@@ -7,7 +7,7 @@ layer, and nothing else changes.
 import math
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
 
+from orthocond._gauge import Gauge, GaugeStep
 from orthocond._pre_svd import find_pre_svd, has_matrix, unwrapped
 from orthocond.errors import ArgumentError, OrthocondWarning, check_choice, check_nonnegative
 from orthocond.linalg import POLAR_SOLVERS
@@ -70,11 +71,28 @@ TREATMENTS = frozen(
         "Song, Sebe, Wang 2022, eqs. 18 to 21",
         acts_on="learning rate",
     ),
+    TreatmentEntry(
+        "gauge",
+        "Re-gauging: where the covariance P is ill conditioned, the weight is replaced by c P^(-1/2) W, "
+        "which whitening can't tell from W.",
+        "ours; docs/gauge.md",
+        acts_on="weight",
+    ),
 )
 """The treatments by name."""
 
 _OPTIONS = MappingProxyType(
-    {"kind": "kernel", "normalize": True, "penalty_weight": 1.0, "rule": "paper", "solver": "gram"}
+    {
+        "kind": "kernel",
+        "normalize": True,
+        "penalty_weight": 1.0,
+        "rule": "paper",
+        "solver": "gram",
+        "threshold": 10.0,
+        "scale": "trace",
+        "momentum": "keep",
+        "process_group": None,
+    }
 )
 
 
@@ -90,6 +108,12 @@ class LastStep:
     """Whether eta* was used: ``0 < eta* < lr``."""
     gradient_range: tuple[float, float] | None = None
     """The smallest and the largest singular value of the gradient before ``nog``."""
+    gauged: bool = False
+    """Whether ``gauge`` replaced the weight."""
+    cond_before: float | None = None
+    """The condition number on the support of the covariance of the last training batch, where ``gauge`` saw one."""
+    cond_after: float | None = None
+    """The same for the weight as ``gauge`` left it: ``cond_before`` unless it replaced the weight."""
 
 
 def parse_treatment(spec: str) -> frozenset[str]:
@@ -126,18 +150,23 @@ def treat(
         layer: the Pre-SVD layer: a linear layer or a convolution of any kind, as a module or by its dotted name, or
             ``"auto"`` for the one that `find_pre_svd` finds.
         spec: a ``+``-joined set of `TREATMENTS`, in any order, or ``"none"``.
-        example_input: an input of the model, for ``"auto"``.
+        example_input: an input of the model, for ``"auto"``, and for ``gauge`` where `torch.fx` can't trace the model.
         **options: ``kind`` (``"kernel"`` or ``"operator"``, for ``ow``, see `orthocond.nn.orthogonal_weight`),
             ``normalize`` (for ``ow``, on unless turned off: with ``nog`` the paper's formula, ``False``, does not train
             well, see docs/orthogonal_weight.md), ``penalty_weight`` (for ``ol``), ``rule``
             (``"paper"`` or ``"exact"``, for ``olr``), ``solver`` (for ``nog``, one of
-            `orthocond.linalg.POLAR_SOLVERS`).
+            `orthocond.linalg.POLAR_SOLVERS`); and for ``gauge``, see docs/gauge.md: ``threshold`` (the condition number
+            above which it acts), ``scale`` (what it keeps: the covariance's ``"trace"``, the norm of the ``"weight"``,
+            or ``"unit"`` for a covariance that becomes the identity), ``momentum`` (the optimizer's: ``"keep"``,
+            ``"reset"`` or ``"transform"``), ``process_group`` (the processes with copies of the model, None for all).
 
     Returns:
-        The treatment, its weight in place (``sn``, ``ow``), to be attached to the optimizer (``nog``, ``olr``).
+        The treatment, its weight in place (``sn``, ``ow``), to be attached to the optimizer (``nog``, ``olr``,
+        ``gauge``).
 
     Raises:
-        ArgumentError: an unknown treatment, layer or option, a layer without a matrix for a weight.
+        ArgumentError: an unknown treatment, layer or option, a layer without a matrix for a weight; for ``gauge`` a
+            constrained weight (``ow``, ``sn``), or anything but whitening without ``eps`` directly behind the layer.
 
     Warns:
         OrthocondWarning: ``olr`` with exactly one of ``ow`` and ``nog``, where the paper shows that eta* goes to zero.
@@ -160,10 +189,15 @@ def treat(
             f"treat with {spec!r} replaces a parameter, which DistributedDataParallel would not notice; "
             "treat the model before you wrap it."
         )
+    if "gauge" in names and names & {"ow", "sn"}:
+        raise ArgumentError(
+            f"treat got {spec!r}, but gauge replaces the weight, which ow and sn constrain; use gauge without them."
+        )
     model = unwrapped(model)
     if isinstance(layer, str) and layer == "auto":
         layer = _only_pre_svd(model, example_input)
     name, module = _found(model, layer)
+    gauge = Gauge(model, name, module, settings, example_input) if "gauge" in names else None
     if "olr" in names and ("ow" in names) != ("nog" in names):
         warnings.warn(
             "olr with only one of ow and nog: the paper shows that the optimal learning rate goes to zero there "
@@ -171,17 +205,26 @@ def treat(
             OrthocondWarning,
             stacklevel=2,
         )
-    return Treatment(module, name, names, settings)
+    return Treatment(module, name, names, settings, gauge)
 
 
 class Treatment:
     """A treatment on a layer, as `treat` makes it.
 
-    The order within a step is: unscale (GradScaler), the user's clipping, ``nog``, ``olr``, the optimizer's step. The
-    learning rate that ``olr`` takes is put back after the step, so schedulers never see it.
+    The order within a step is: unscale (GradScaler), the user's clipping, ``gauge``, ``nog``, ``olr``, the optimizer's
+    step. So ``nog`` and ``olr`` see weight and gradient in the gauge in which the step is taken. The learning rate that
+    ``olr`` takes is put back after the step, so schedulers never see it.
     """
 
-    def __init__(self, layer: nn.Module, name: str, names: Iterable[str], options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        name: str,
+        names: Iterable[str],
+        options: dict[str, Any],
+        gauge: Gauge | None = None,
+    ) -> None:
+        self._gauge = gauge
         self.layer, self.name, self.names, self.options = layer, name, frozenset(names), dict(options)
         self._layout: dict[str, Any] = {
             "groups": getattr(layer, "groups", 1),
@@ -232,7 +275,7 @@ class Treatment:
         if self._last is not None and self._gram is not None:
             squares = torch.linalg.eigvalsh(self._gram).clamp(min=0)
             extremes = (float(squares.min().sqrt()), float(squares.max().sqrt()))
-            self._last = LastStep(self._last.learning_rate, self._last.eta, self._last.switched, extremes)
+            self._last = replace(self._last, gradient_range=extremes)
             self._gram = None
         return self._last
 
@@ -259,7 +302,9 @@ class Treatment:
             )
         if "olr" in self.names and len(group["params"]) > 1:
             self._split(group, optimizer)
-        if self.names & {"nog", "olr"}:
+        if self._gauge is not None:
+            self._gauge.watch()
+        if self.names & {"nog", "olr", "gauge"}:
             self._handles = [
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
@@ -271,6 +316,8 @@ class Treatment:
     def detach(self) -> None:
         """Stop acting on the optimizer's steps; weight and groups stay as they are."""
         self._put_back()
+        if self._gauge is not None:
+            self._gauge.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -305,7 +352,7 @@ class Treatment:
         return {
             "layer": self.name,
             "spec": self.spec,
-            "options": dict(self.options),
+            "options": {name: value for name, value in self.options.items() if name != "process_group"},
             "last": None if last is None else dict(last.__dict__),
         }
 
@@ -315,7 +362,9 @@ class Treatment:
         Raises:
             ArgumentError: it belongs to another treatment or layer.
         """
-        saved, own = ((s["spec"], s["layer"], s["options"]) for s in (state, self.state_dict()))
+        own_state = self.state_dict()
+        defaults = {name: _OPTIONS[name] for name in own_state["options"]}  # for those that are younger than the state
+        saved, own = ((s["spec"], s["layer"], {**defaults, **s["options"]}) for s in (state, own_state))
         if saved != own:
             raise ArgumentError(
                 f"the state is that of {saved[0]} on {saved[1]!r} with {saved[2]}, not of {own[0]} on {own[1]!r} with "
@@ -373,6 +422,7 @@ class Treatment:
         # A fused optimizer under GradScaler unscales within its step: what it is given has to be scaled.
         scale = getattr(optimizer, "grad_scale", None)
         scale = 1.0 if scale is None else scale
+        gauge = GaugeStep() if self._gauge is None else self._gauge.step(optimizer)
         if "nog" in self.names:
             nearest = nearest_orthogonal_gradient(parameter, solver=self.options["solver"], **self._layout)
             assert nearest is not None
@@ -386,7 +436,7 @@ class Treatment:
                 group["lr"] = torch.full_like(lr, eta) if isinstance(lr, Tensor) else eta
                 self._scheduled = (group, lr, group["lr"])
                 rate = eta
-        self._last = LastStep(rate, eta, switched)
+        self._last = LastStep(rate, eta, switched, None, *gauge)
 
     def _optimal_rate(self, gradient: Tensor, rate: float) -> float:
         """Return eta* for the weight as the layer uses it: for an orthogonal kernel it is the orthogonal one."""

@@ -48,8 +48,12 @@ def test_a_toml_file_and_flags_give_the_same(tmp_path):
         'learning_rate = 1\nmilestones = [3, 5]\nrtol = 1e-3\nflip = false\nmethod = "svd+ow+nog"\nsteps = 7\n'
     )
     flags = {
-        "learning_rate": "1", "milestones": "3,5", "rtol": "0.001", "flip": "false",
-        "method": "svd+nog+ow", "steps": "7",
+        "learning_rate": "1",
+        "milestones": "3,5",
+        "rtol": "0.001",
+        "flip": "false",
+        "method": "svd+nog+ow",
+        "steps": "7",
     }
     config = changed(preset("dbn-digits"), from_toml(file))
     assert config == changed(preset("dbn-digits"), flags)
@@ -100,6 +104,10 @@ def test_methods_have_one_name_each():
     assert method_list("paper") == list(PAPER)
     assert method_list("all, svd+nog, svd+ow+nog") == list(ALL)
     assert len(set(ALL)) == len(ALL)
+    assert preset("dbn-digits").can_be_gauged
+    assert not preset("dbn-cifar10").can_be_gauged  # it has eps
+    assert not preset("gcp-digits").can_be_gauged
+    assert [name for name in ALL if name not in method_list("all", with_gauge=False)] == ["svd+gauge", "svd+nog+gauge"]
     with pytest.raises(ArgumentError, match="no methods"):
         method_list(" , ")
 

@@ -127,5 +127,5 @@ RunFolder({str(tmp_path)!r})
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="can't write to .*choose another folder by --out"):
+    with pytest.raises(RunError, match=r"can't write to .*choose another folder by --out"):
         RunFolder(tmp_path / "file" / "run")

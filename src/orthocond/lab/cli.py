@@ -140,7 +140,13 @@ def compare_command(
     given = {**(from_toml(config) if config is not None else {}), **settings}
     chosen = changed(preset(preset_name), given)
     check_choice(engine, ENGINES, "engine", "compare")
-    runs = plan(chosen, method_list(methods), seeds, out or Path("runs") / chosen.preset, _shard(shard))
+    runs = plan(
+        chosen,
+        method_list(methods, with_gauge=chosen.can_be_gauged),
+        seeds,
+        out or Path("runs") / chosen.preset,
+        _shard(shard),
+    )
     if any(not run.is_finished for run in runs):
         load_data(chosen)  # what is wrong with it is said once
     carry_out(runs, RayEngine(address, cpus, gpus) if engine == "ray" else LocalEngine(jobs))

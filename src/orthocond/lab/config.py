@@ -63,6 +63,8 @@ class Config:
     penalty_weight: float = _setting(1.0, "of ol")
     rule: str = _setting("paper", f"of olr: {', '.join(RULES)}")
 
+    threshold: float = _setting(10.0, "condition number above which gauge acts")
+
     epochs: int = _setting(1, "passes over the training images")
     steps: int | None = _setting(None, "stop after so many steps, whatever the epochs")
     batch_size: int = _setting(128, "images in a step, over all devices")
@@ -105,6 +107,11 @@ class Config:
         if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones, default=1) < 1:
             raise ArgumentError(f"milestones must be epochs in ascending order, got {self.milestones}.")
 
+    @property
+    def can_be_gauged(self) -> bool:
+        """Whether the meta-layer gives the same for every gauge: whitening without eps."""
+        return self.meta == "dbn" and not self.eps
+
     def to_json(self) -> str:
         """Return the configuration as text, a line for each setting."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -112,7 +119,7 @@ class Config:
 
 _LEAST = {
     "seed": 0, "num_classes": 2, "pad": 0, "resize": 1, "crop": 1, "width": 1, "reduction": 1, "eps": 0.0, "rtol": 0.0,
-    "penalty_weight": 0.0, "epochs": 1, "steps": 1, "batch_size": 1, "learning_rate": 0.0, "momentum": 0.0,
+    "penalty_weight": 0.0, "threshold": 1.0, "epochs": 1, "steps": 1, "batch_size": 1, "learning_rate": 0.0, "momentum": 0.0,
     "weight_decay": 0.0, "gamma": 0.0, "nodes": 1, "workers": 0, "threads": 1, "val_images": 1, "checkpoint_every": 1,
     "evaluate_every": 1,
 }  # fmt: skip

@@ -23,11 +23,11 @@ PAPER = (
 )
 """The rows of Tables 4 and 5."""
 
-ALL = (*PAPER, "svd+nog+sn", "svd+nog+ol", "svd+nog+olr", "svd+ow+olr", "bn")
-"""Those of Tables 2 and 3 too, and the network without a meta-layer."""
+ALL = (*PAPER, "svd+nog+sn", "svd+nog+ol", "svd+nog+olr", "svd+ow+olr", "svd+gauge", "svd+nog+gauge", "bn")
+"""Those of Tables 2 and 3 too, our own, and the network without a meta-layer."""
 
 
-DEMO = ("bn", "newton_schulz", "svd", "svd+nog", "svd+ow", "svd+nog+ow+olr")
+DEMO = ("bn", "newton_schulz", "svd", "svd+nog", "svd+ow", "svd+nog+ow+olr", "svd+gauge")
 """Those that the demonstration shows."""
 
 
@@ -77,14 +77,18 @@ def method(name: str) -> Method:
     return Method("+".join([base, *chosen]), _SOLVERS[base], "+".join(chosen) or "none")
 
 
-def method_list(names: str) -> list[str]:
+def method_list(names: str, *, with_gauge: bool = True) -> list[str]:
     """Return the methods of ``paper``, ``all`` or a comma-separated list, each once.
+
+    Args:
+        names: the list.
+        with_gauge: whether ``all`` has the methods with ``gauge``, which acts on whitening without eps alone.
 
     Example:
         >>> method_list("bn, svd+ow+nog")
         ['bn', 'svd+nog+ow']
     """
-    lists = {"paper": PAPER, "all": ALL}
+    lists = {"paper": PAPER, "all": tuple(name for name in ALL if with_gauge or "gauge" not in name)}
     chosen = [name for part in names.split(",") if part.strip() for name in lists.get(part.strip(), (part.strip(),))]
     if not chosen:
         raise ArgumentError(f"no methods in {names!r}; give paper, all, or a list like svd,svd+nog.")

@@ -192,15 +192,16 @@ class _Run:
         with torch.no_grad():
             self.totals += _totals(loss.detach(), logits, y)
         last = self.treatment.last if self.treatment is not None else None
-        with_olr = self.treatment is not None and "olr" in self.treatment.names
+        names = self.treatment.names if self.treatment is not None else ()
         record = {
             "kind": "step",
             "step": self.step,
             "epoch": epoch,
             "lr": scheduled,
             "pre_svd_lr": scheduled if last is None else last.learning_rate,
-            "eta": last.eta if last is not None and with_olr else None,
-            "switched": last.switched if last is not None and with_olr else None,
+            "eta": last.eta if last is not None and "olr" in names else None,
+            "switched": last.switched if last is not None and "olr" in names else None,
+            "gauged": last.gauged if last is not None and "gauge" in names else None,
         }
         self.pending.append((record, loss.detach().double()))
 
@@ -388,7 +389,7 @@ def network(config: Config, data: Data, *, sync: bool) -> tuple[nn.Module, Treat
     if chosen.treatment == "none":
         return model, None
     images, _ = next(iter(data.val_batches(Part(), torch.device("cpu"))))
-    settings = {name: getattr(config, name) for name in ("kind", "normalize", "penalty_weight", "rule")}
+    settings = {name: getattr(config, name) for name in ("kind", "normalize", "penalty_weight", "rule", "threshold")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OrthocondWarning)  # a combination that was asked for by its name
         return model, treat(model, "auto", chosen.treatment, example_input=images[:2], **settings)

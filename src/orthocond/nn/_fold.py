@@ -15,11 +15,11 @@ from orthocond.nn._meta import MetaLayer
 from orthocond.nn._norm import _DecorrelatedBatchNorm
 from orthocond.nn._skew import SkewOrthogonalConv2d
 
-__all__ = ["fold"]
+__all__ = ["LINEAR_LAYERS", "Tracer", "fold"]
 
 M = TypeVar("M", bound=nn.Module)
 
-_LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LINEAR_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @torch.no_grad()
@@ -117,7 +117,7 @@ def _traced_pairs(module: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def _pairs_of(module: nn.Module, arguments: dict[str, Any]) -> dict[nn.Module, nn.Module]:
-    graph = _Tracer().trace(module, arguments)
+    graph = Tracer().trace(module, arguments)
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
     read = {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -128,13 +128,16 @@ def _pairs_of(module: nn.Module, arguments: dict[str, Any]) -> dict[nn.Module, n
         before = next(iter(node.all_input_nodes), None)
         if before is None or before.op != "call_module" or len(before.users) != 1 or before.target in read:
             continue
-        if calls[node.target] == calls[before.target] == 1 and type(modules[before.target]) in _LINEAR:
+        if calls[node.target] == calls[before.target] == 1 and type(modules[before.target]) in LINEAR_LAYERS:
             pairs[modules[node.target]] = modules[before.target]
     return pairs
 
 
-class _Tracer(torch.fx.Tracer):
+class Tracer(torch.fx.Tracer):
+    """Traces models with meta-layers and orthogonal operators as they are, without looking inside."""
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return whether a module is one node of the trace."""
         return isinstance(m, MetaLayer | SkewOrthogonalConv2d) or super().is_leaf_module(m, module_qualified_name)
 
 

@@ -163,6 +163,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
     @torch.no_grad()
     def _keep(self, statistics: Statistics) -> None:
         self._keep_spectrum(statistics.covariance, statistics.eigenvalues)
+        self._covariance = statistics.covariance  # small, and there anyway: what a change of gauge is made from
         if self.running_mean is None or self.running_whitening is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)

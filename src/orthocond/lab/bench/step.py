@@ -20,6 +20,8 @@ from orthocond.nn import DecorrelatedBatchNorm2d
 
 __all__ = ["main"]
 
+BASELINES = {"monitored": "unwatched", "gauge, idle": "no gauge", "gauge, applied": "no gauge"}
+"""What each is compared with, where that is not svd."""
 METHODS = {"svd": "none", "svd+nog": "nog", "svd+olr": "olr", "svd+ow": "ow", "svd+nog+ow+olr": "nog+ow+olr"}
 PAPER = {"svd": 0.0, "svd+nog": 1.4, "svd+olr": 0.7, "svd+ow": 7.9, "svd+nog+ow+olr": 11.5}
 """The paper's overhead in percent of a step with svd."""
@@ -33,6 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     contestants = {name: _step(spec, options.batch) for name, spec in METHODS.items()}
+    contestants["svd+gauge"] = _step("gauge", options.batch)
     contestants["svd, monitored"] = _step("none", options.batch, monitored=True)
     contestants["bn"] = _step(None, options.batch)
     seconds = alternate(contestants, repeats=options.repeats, warmup=1)
@@ -63,11 +66,21 @@ def _added(step: float) -> None:
         if name == "monitored":
             orthocond.ConditionMonitor(norm)
         contestants[name] = partial(norm, torch.randn(2, 64, 8, 8))
+    for name, spec, threshold in (
+        ("no gauge", "none", 1.0),
+        ("gauge, idle", "gauge", 1e9),
+        ("gauge, applied", "gauge", 1.0),
+    ):
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3, bias=False), DecorrelatedBatchNorm2d(64, affine=False))
+        treatment = orthocond.treat(model, "0", spec, threshold=threshold)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        treatment.attach(optimizer)
+        contestants[name] = partial(_forward_and_step, model, optimizer, torch.randn(8, 3, 10, 10))
     best = {name: min(times) for name, times in alternate(contestants, repeats=200, warmup=5).items()}
     print(f"\nadded to a step of {step:.2f} s, best of 200")
     for name, value in best.items():
-        added = value - best["unwatched" if name in ("unwatched", "monitored") else "svd"]
-        if added:
+        added = value - best[BASELINES.get(name, "svd")]
+        if added and name not in BASELINES.values():
             print(f"{name:16} {1e3 * added:6.2f} ms  {100 * added / step:+.3f}%")
 
 
@@ -75,6 +88,13 @@ def _weight_and_step(conv: torch.nn.Conv2d, optimizer: torch.optim.Optimizer, gr
     """Make the weight, send a gradient back through it, and take the optimizer's step."""
     optimizer.zero_grad()
     conv.weight.backward(gradient)
+    optimizer.step()
+
+
+def _forward_and_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    """Whiten the layer's output, send a gradient back through it, and take the optimizer's step."""
+    optimizer.zero_grad()
+    model(x).sum().backward()
     optimizer.step()
 
 

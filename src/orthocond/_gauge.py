@@ -1,0 +1,316 @@
+"""Re-gauging: another weight in front of a whitening layer, with the same outputs and a well conditioned covariance.
+
+With the covariance ``S`` of the layer's input, ``P = W S W^T`` is what the whitening decomposes, and its output,
+``P^(-1/2) W (z - mean)``, depends on the weight only through the polar factor of ``W S^(1/2)``. So ``c P^(-1/2) W``
+does the same as ``W``, and has the covariance ``c^2 I``: see docs/gauge.md.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from orthocond._whitened import meta_layer_behind
+from orthocond.errors import ArgumentError, check_choice
+from orthocond.linalg._compile import uncompiled
+from orthocond.linalg._decompose import DECOMPOSITIONS, decompose
+from orthocond.linalg._eigen import symmetric
+from orthocond.linalg._kernels import kernel_matrix, matrix_kernel
+from orthocond.linalg._precision import widen
+from orthocond.linalg._roots import default_rtol
+from orthocond.linalg._spectrum import spectrum_of
+from orthocond.nn._norm import _DecorrelatedBatchNorm
+
+__all__ = ["MOMENTA", "SCALES", "Gauge", "GaugeStep", "change_of_gauge"]
+
+SCALES = ("trace", "weight", "unit")
+"""What the scale ``c`` keeps: the trace of the covariance, or the weight's norm; ``unit`` is ``c = 1``."""
+
+MOMENTA = ("keep", "reset", "transform")
+"""What becomes of the optimizer's momentum: it stays, starts from zero, or is changed as the gradient is."""
+
+_MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
+
+
+class GaugeStep(NamedTuple):
+    """What `Gauge.step` did."""
+
+    gauged: bool = False
+    cond_before: float | None = None
+    cond_after: float | None = None
+
+
+class Gauge:
+    """The whitening behind a layer, watched, and the layer's weight replaced where the condition number is too large.
+
+    Args:
+        model: that holds the layer.
+        name: the layer's, for messages.
+        layer: a linear layer or a convolution whose output goes straight to a whitening layer.
+        options: ``threshold``, ``scale``, ``momentum`` and ``process_group`` of `orthocond.treat`.
+        example_input: an input of the model, for what a trace of its code does not show.
+
+    Raises:
+        ArgumentError: the layer or what is behind it can't be re-gauged, or an option is wrong.
+    """
+
+    def __init__(
+        self, model: nn.Module, name: str, layer: nn.Module, options: dict[str, Any], example_input: Any = None
+    ) -> None:
+        check_choice(options["scale"], SCALES, "scale", "treat")
+        check_choice(options["momentum"], MOMENTA, "momentum", "treat")
+        if not options["threshold"] >= 1:
+            raise ArgumentError(
+                f"treat expected a threshold >= 1, which is the least that a condition number can be, got "
+                f"threshold={options['threshold']!r}; pass e.g. threshold=10."
+            )
+        self.layer: Any = layer
+        self.norm = _checked(name, layer, meta_layer_behind(model, name, layer, example_input))
+        self.threshold, self.scale, self.momentum = options["threshold"], options["scale"], options["momentum"]
+        self.process_group = options["process_group"]
+        self._layout: dict[str, Any] = {
+            "groups": getattr(layer, "groups", 1),
+            "transposed": isinstance(layer, nn.modules.conv._ConvTransposeNd),
+        }
+        self._takes_vectors = isinstance(layer, nn.Linear) and example_input is None
+        self._handle: Any = None
+        self._seen: _Seen | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of a watched model may have: no process group, and nothing that is on its way."""
+        return {**self.__dict__, "process_group": None, "_seen": None}
+
+    def watch(self) -> None:
+        """Note what the whitening decomposes in each training forward."""
+        self._handle = self.norm.register_forward_hook(self._note)
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = self._seen = None
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer) -> GaugeStep:
+        """Replace weight, bias, running statistics and pending gradients if the last batch asks for it.
+
+        Each batch is used once, and in a distributed run the first process decides for all.
+        """
+        seen, self._seen = self._seen, None
+        if seen is None:
+            return GaugeStep()
+        before, is_too_large = self._decisive(seen)
+        if not is_too_large:
+            return GaugeStep(False, before, before)
+        rows = self._rows(widen(self.layer.weight))
+        change = change_of_gauge(
+            seen.covariance,
+            rows,
+            threshold=self.threshold,
+            num_samples=seen.num_samples,
+            scale=self.scale,
+            rtol=_rank_rtol(self.norm, seen.covariance),
+            solver=self.norm.solver,
+        )
+        if self._is_distributed():  # the very same matrix everywhere, whatever the machines' rounding
+            change = Change(*(self._from_first(part) for part in change))
+        self._replace(change, optimizer)
+        return GaugeStep(True, before, float(change.cond))
+
+    @uncompiled
+    @torch.no_grad()
+    def _note(self, norm: nn.Module, _: Any, output: Tensor) -> None:
+        if norm is not self.norm or not self.norm.training:  # a copy of the model has a copy of the hook
+            return
+        eigenvalues, covariance = self.norm.last_eigenvalues, self.norm._covariance
+        if eigenvalues is None or covariance is None:
+            return
+        if self._takes_vectors and self.norm._last_ndim != 2:
+            raise ArgumentError(
+                f"gauge took the linear layer in front of {type(norm).__name__} to map (N, in) to (N, out), and the "
+                "norm got three dimensions; pass treat(..., example_input=x), so that it sees which are the channels."
+            )
+        num_samples = output.numel() // self.norm.num_features
+        if self.norm._is_synchronised():
+            num_samples *= torch.distributed.get_world_size(self.norm.process_group)
+        found = spectrum_of(eigenvalues, eps=0.0, rtol=_rank_rtol(self.norm, covariance))
+        is_too_large = found.cond_support > _limit(found.rank, num_samples, self.threshold)
+        decision = torch.stack([found.cond_support.max(), is_too_large.any().to(eigenvalues.dtype)])
+        # On its way to the host while the backward pass is queued, so that the step needs not wait for that.
+        on_host, arrived = decision.to("cpu", non_blocking=decision.is_cuda), None
+        if decision.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._seen = _Seen(covariance, num_samples, decision, on_host, arrived)
+
+    def _decisive(self, seen: "_Seen") -> tuple[float, bool]:
+        """Return the condition number, and whether to act on it: in a distributed run those of the first process."""
+        if self._is_distributed():
+            cond, is_too_large = self._from_first(seen.decision).tolist()
+        else:
+            if seen.arrived is not None:
+                seen.arrived.synchronize()
+            cond, is_too_large = seen.on_host.tolist()
+        return cond, bool(is_too_large)
+
+    def _is_distributed(self) -> bool:
+        distributed = torch.distributed
+        return (
+            distributed.is_available()
+            and distributed.is_initialized()
+            and distributed.get_world_size(self.process_group) > 1
+        )
+
+    def _from_first(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        first = torch.distributed.get_process_group_ranks(self.process_group)[0]
+        torch.distributed.broadcast(tensor, first, group=self.process_group)
+        return tensor
+
+    def _replace(self, change: "Change", optimizer: torch.optim.Optimizer) -> None:
+        norm, layer = self.norm, self.layer
+        for parameter in (layer.weight, layer.bias):
+            if parameter is None:
+                continue
+            self._multiply_(parameter, change.T)
+            if parameter.grad is not None:
+                self._multiply_(parameter.grad, change.inverse)
+            state = optimizer.state.get(parameter, {})
+            for buffer in (state[key] for key in _MOMENTUM_KEYS if isinstance(state.get(key), Tensor)):
+                if self.momentum == "reset":
+                    buffer.zero_()
+                elif self.momentum == "transform":
+                    self._multiply_(buffer, change.inverse)
+        if norm.running_mean is not None and norm.running_whitening is not None:
+            self._multiply_(norm.running_mean, change.T)
+            norm.running_whitening.copy_(widen(norm.running_whitening) @ change.inverse)
+
+    def _multiply_(self, tensor: Tensor, matrices: Tensor) -> None:
+        """Multiply something with the shape of the weight or the bias by matrices ``(groups, c, c)``, from the left."""
+        product = matrices @ self._rows(widen(tensor))
+        if tensor.ndim > 1:
+            matrix = product.reshape(kernel_matrix(tensor, **self._layout).shape)
+            tensor.copy_(matrix_kernel(matrix, tensor, **self._layout))
+        else:
+            tensor.copy_(product.flatten())
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """Return a weight or a bias as matrices ``(groups, c, -1)``, a row for each channel of the whitening."""
+        matrix = kernel_matrix(tensor, **self._layout) if tensor.ndim > 1 else tensor
+        return matrix.reshape(self.norm.groups, self.norm.num_features // self.norm.groups, -1)
+
+
+class _Seen(NamedTuple):
+    """What a training forward showed."""
+
+    covariance: Tensor
+    num_samples: int
+    decision: Tensor
+    """The condition number and whether it is too large."""
+    on_host: Tensor
+    """The same, once the event ``arrived`` has happened."""
+    arrived: Any
+
+
+class Change(NamedTuple):
+    """A change of gauge: all in float64."""
+
+    T: Tensor
+    """``(groups, c, c)``: what the weight is multiplied by."""
+    inverse: Tensor
+    """``(groups, c, c)``: what gradients are multiplied by, and the whitening matrix from the right."""
+    cond: Tensor
+    """The largest condition number on the support, after it."""
+
+
+def change_of_gauge(
+    P: Tensor,
+    W: Tensor,
+    *,
+    threshold: float,
+    num_samples: int,
+    scale: str = "trace",
+    rtol: float = 0.0,
+    solver: str = "eigh",
+) -> Change:
+    r"""Return the matrices that make covariances well conditioned, without changing what is whitened.
+
+    .. math:: T = c \, U \operatorname{diag}(g) U^T, \quad g_i = l_i^{-1/2}
+
+    for ``P = U diag(l) U^T``. An eigenvalue that the whitening drops gets :math:`g_i = l_{max}^{-1/2}`: it stays in the
+    same ratio to the largest, so it is dropped as before, and ``T`` can be inverted.
+
+    Args:
+        P: covariances ``(groups, c, c)``.
+        W: the weight that made them ``(groups, c, k)``.
+        threshold: what has a condition number on its support at or below it gets the identity.
+        num_samples: how many stand behind each covariance: where they are few, noise alone exceeds a threshold.
+        scale: one of `SCALES`.
+        rtol: eigenvalues at or below ``rtol`` times the largest are dropped by the whitening.
+        solver: how to decompose: that of the layer, so that the same eigenvalues are dropped.
+
+    Example:
+        >>> P = torch.diag(torch.tensor([100.0, 4.0, 0.0]))[None]
+        >>> change_of_gauge(P, torch.eye(3)[None], threshold=10.0, num_samples=99, scale="unit").T[0].diag()
+        tensor([0.1000, 0.5000, 0.1000], dtype=torch.float64)
+    """
+    eigenvalues, U = decompose(symmetric(widen(P)), solver)
+    l = eigenvalues.clamp(min=0)
+    largest = l.amax(-1, keepdim=True)
+    kept = l > rtol * largest
+    g = torch.where(kept, l, largest).rsqrt()
+    if scale == "trace":
+        c = (torch.where(kept, l, 0.0).sum(-1) / kept.sum(-1)).sqrt()
+    elif scale == "weight":
+        c = torch.linalg.matrix_norm(W) / torch.linalg.matrix_norm(g.unsqueeze(-1) * (U.mT @ W.to(U)))
+    else:
+        c = torch.ones_like(g[..., 0])
+    found = spectrum_of(l, eps=0.0, rtol=rtol)
+    is_too_large = found.cond_support > _limit(found.rank, num_samples, threshold)  # never at rank 0
+    g = torch.where(is_too_large.unsqueeze(-1), c.unsqueeze(-1) * g, 1.0)
+    after = spectrum_of(g.square() * l, eps=0.0, rtol=rtol).cond_support.max()
+    return Change((U * g.unsqueeze(-2)) @ U.mT, (U / g.unsqueeze(-2)) @ U.mT, after)
+
+
+def _limit(rank: Tensor, num_samples: int, threshold: float) -> Tensor:
+    """Return the condition number above which to act: the threshold, or more where a batch is too small to tell.
+
+    The covariance of ``M`` samples of white noise in ``r`` dimensions has condition numbers around the square of
+    ``(1 + q) / (1 - q)``, ``q = sqrt(r / M)`` (Marchenko and Pastur), and acting on noise makes the weight grow by
+    ``1 / (1 - r / M)``. With fewer than ten samples for each dimension, only twice that, in digits, counts.
+    """
+    ratio = rank / max(num_samples - 1, 1)
+    q = ratio.sqrt().clamp(max=1.0)
+    noise = ((1 + q) / (1 - q)).pow(4)
+    return torch.where(ratio > 0.1, noise.clamp(min=threshold), threshold)
+
+
+def _rank_rtol(norm: _DecorrelatedBatchNorm, P: Tensor) -> float:
+    """Return below what the eigenvalues are dropped, or are rounding noise that nobody should divide by."""
+    return max(norm.rtol or 0.0, default_rtol(P, None))
+
+
+def _checked(name: str, layer: Any, norm: nn.Module) -> _DecorrelatedBatchNorm:
+    """Return the whitening layer, if its output depends on the polar factor alone."""
+    if not isinstance(norm, _DecorrelatedBatchNorm):
+        raise ArgumentError(
+            f"gauge needs a whitening layer behind {name!r}, which gives the same for every gauge, and "
+            f"{type(norm).__name__} does not; use nog, ow or olr there."
+        )
+    if norm.eps:
+        raise ArgumentError(
+            f"gauge needs a whitening layer with eps=0 behind {name!r}, got eps={norm.eps}: with it the output depends "
+            "on the scale of the weight; let the layer drop small eigenvalues instead, by rtol."
+        )
+    if norm.solver not in DECOMPOSITIONS:
+        raise ArgumentError(
+            f"gauge needs a whitening layer that knows its eigenvalues behind {name!r}, got solver={norm.solver!r}; "
+            f"use one of {', '.join(DECOMPOSITIONS)}."
+        )
+    if norm.groups % getattr(layer, "groups", 1):
+        raise ArgumentError(
+            f"gauge can't mix the channels of the {layer.groups} groups of {name!r}, and the whitening behind it does, "
+            f"with groups={norm.groups}; give it groups={layer.groups}, or a multiple."
+        )
+    return norm
