@@ -155,15 +155,17 @@ def compare_command(
 @app.command("demo", epilog="Example: orthocond demo --out runs/demo")
 def demo_command(
     out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/demo"),
+    methods: Annotated[str, typer.Option(help="What to compare.")] = ",".join(DEMO),
     seeds: Annotated[int, typer.Option(help="Runs of each method.", min=1)] = 3,
     jobs: Annotated[int, typer.Option(help="Runs at a time.", min=1)] = max(1, min(4, os.cpu_count() or 1)),
 ) -> None:
     """Compare methods on the embedded digits: a few minutes, no network."""
-    runs = plan(preset("dbn-digits"), DEMO, seeds, out)
+    chosen = method_list(methods)
+    runs = plan(preset("dbn-digits"), chosen, seeds, out)
     console = Console(highlight=False, soft_wrap=True)
     left = sum(not run.is_finished for run in runs)
     console.print(
-        f"{len(DEMO)} methods x {seeds} seeds on 1,438 handwritten digits, {jobs} at a time: "
+        f"{len(chosen)} methods x {seeds} seeds on 1,438 handwritten digits, {jobs} at a time: "
         + (f"{left} of {len(runs)} runs to do" if left else f"all done before, in {out}")
     )
     carry_out(runs, LocalEngine(jobs))

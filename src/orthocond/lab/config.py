@@ -118,11 +118,12 @@ class Config:
 
 
 _LEAST = {
-    "seed": 0, "num_classes": 2, "pad": 0, "resize": 1, "crop": 1, "width": 1, "reduction": 1, "eps": 0.0, "rtol": 0.0,
-    "penalty_weight": 0.0, "threshold": 1.0, "epochs": 1, "steps": 1, "batch_size": 1, "learning_rate": 0.0, "momentum": 0.0,
-    "weight_decay": 0.0, "gamma": 0.0, "nodes": 1, "workers": 0, "threads": 1, "val_images": 1, "checkpoint_every": 1,
-    "evaluate_every": 1,
-}  # fmt: skip
+    **dict.fromkeys(("pad", "workers", "seed"), 0),
+    **dict.fromkeys(("eps", "rtol", "penalty_weight", "learning_rate", "momentum", "weight_decay", "gamma"), 0.0),
+    **dict.fromkeys(("resize", "crop", "width", "reduction", "epochs", "steps", "batch_size", "nodes", "threads"), 1),
+    **dict.fromkeys(("val_images", "checkpoint_every", "evaluate_every", "threshold"), 1),
+    "num_classes": 2,
+}
 _TYPES = typing.get_type_hints(Config)
 
 

@@ -91,6 +91,8 @@ def _train(fabric: Fabric, config: Config, out: Path, resume: bool, display: Dis
             folder.count_seconds_from(float(done.get("seconds", 0)))
         run.restore()
         if run.step >= run.total_steps:
+            if folder is not None and read_status(out).get("state") != "finished":  # killed just before it said so
+                run.set_status("finished")
             display.note(f"the run in {out} is finished; there is nothing to do")
             return run.outcome("finished")
         display.start(f"{config.preset} {config.method} seed {config.seed}", run.step, run.total_steps, run.num_epochs)
