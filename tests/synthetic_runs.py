@@ -88,7 +88,7 @@ def make_run(
         "seconds": 0.05 * done,
     }
     (folder / "status.json").write_text(json.dumps(progress | (status or {})))
-    rng = np.random.default_rng([seed, *method.encode()])
+    rng = np.random.default_rng([seed, *method.encode(errors="surrogatepass")])
     shared = np.random.default_rng(seed).normal(0, 0.15)  # what the methods of one seed have in common
     treatments = method.split("+")[1:]
     lines = _steps(rng, method, treatments, done, steps_per_epoch)

@@ -1,0 +1,292 @@
+"""What a report makes of runs that are not as they should be."""
+
+import json
+import math
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from synthetic_runs import make_run, make_sweep
+from typer.testing import CliRunner
+
+from orthocond.errors import ArgumentError
+from orthocond.lab.report import FORMATS, read_report, watch_report, write_report
+from orthocond.lab.report.command import report
+from orthocond.lab.report.thin import spread, thin
+
+HOSTILE = """</script><script>document.title='owned'</script>"'`|é雪\N{PILE OF POO}*_[x](y)$\\n%{x}"""
+
+
+def run_command(*arguments: object):
+    app = typer.Typer()
+    app.command()(report)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def edit_last_epoch(folder: Path, **values: object) -> None:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines[-1] = json.dumps(json.loads(lines[-1]) | values)
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_command_writes_every_format(tmp_path, format):
+    sweep = make_sweep(tmp_path / "runs", ("bn", "svd", "svd+nog+ow+olr"), 2)
+    output = tmp_path / f"out.{format}"
+    result = run_command(sweep, "-o", output, "--format", format)
+    assert result.exit_code == 0, result.output
+    assert f"Wrote {output}" in result.output
+    text = output.read_text()
+    assert "svd" in text
+    assert "dbn-digits" in text
+
+
+def test_command_without_output_writes_beside(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "run")
+    assert run_command("run", "--format", "latex").exit_code == 0
+    assert (tmp_path / "report.tex").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["missing"], ["no folder", "train or compare"]),
+        (["empty"], ["no run in", "config.json"]),
+        (["run", "--format", "pdf"], ["unknown format 'pdf'", "html, md, latex, csv, json"]),
+        (["run", "-o", "missing/report.html"], ["can't write", "choose another output"]),
+        (["run", "--figures", "run/config.json"], ["can't write figures"]),
+        (["run", "--watch", "--format", "md"], ["--watch writes the page alone"]),
+        (["broken"], ["no run in", "config.json can't be read"]),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/config.json").write_text('{"preset": ')
+    result = run_command(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+    for word in words:
+        assert word in result.output
+    assert not list(tmp_path.glob("**/.*.part"))
+
+
+def test_no_folder_at_all():
+    with pytest.raises(ArgumentError, match="at least one folder"):
+        write_report([])
+
+
+def test_one_seed_has_no_noise_to_compare_with(tmp_path):
+    sweep = make_sweep(tmp_path / "runs", ("svd", "svd+nog"), 1)
+    (section,) = read_report([sweep]).sections
+    treated = section.rows[1]
+    assert treated.verdict == "unknown"
+    assert math.isnan(treated.error.std)
+    assert "one seed" in section.message[0]
+    text = write_report([sweep], tmp_path / "report.md", format="md").read_text()
+    assert "can't tell" in text
+    assert "nan" not in text.lower()
+
+
+def test_a_half_written_line_is_left_out_and_a_damaged_one_is_named(tmp_path):
+    sweep = make_sweep(tmp_path / "runs", ("svd",), 3)
+    whole = read_report([sweep]).sections[0]
+    metrics = sweep / "svd/seed-0/metrics.jsonl"
+    with metrics.open("a") as file:
+        file.write('{"kind": "step", "step": 151, "lo')
+    with (sweep / "svd/seed-0/times.jsonl").open("a") as file:
+        file.write('{"step": 160, "ste')
+    (section,) = read_report([sweep]).sections
+    assert section.rows == whole.rows
+    assert section.experiment.notes == []
+    lines = metrics.read_text().splitlines()
+    lines[3] = "\0" * 40
+    metrics.write_text("\n".join(lines))
+    (section,) = read_report([sweep]).sections
+    assert section.rows[0].error == whole.rows[0].error
+    assert section.experiment.metrics["svd", "0"].num_steps == 149
+    assert section.experiment.notes == ["svd, seed 0: 1 lines of metrics.jsonl can't be read and are left out."]
+
+
+def test_damaged_and_whole_files_are_read_alike(tmp_path):
+    run = make_run(tmp_path / "run", "svd+olr")
+    whole = read_report([run]).sections[0].experiment.metrics["svd+olr", "0"]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("no JSON\n")
+    slow = read_report([run]).sections[0].experiment.metrics["svd+olr", "0"]
+    assert slow.num_unreadable == 1
+    assert (slow.epochs, slow.num_steps, slow.num_switched) == (whole.epochs, whole.num_steps, whole.num_switched)
+    for name, curve in whole.curves.items():
+        np.testing.assert_array_equal(slow.curves[name], curve)
+    np.testing.assert_array_equal(slow.switched, whole.switched)
+
+
+def test_two_presets_are_two_sections(tmp_path):
+    make_sweep(tmp_path / "runs/a", ("svd", "svd+nog"), 2)
+    make_sweep(tmp_path / "runs/b", ("svd", "bn"), 3, preset="gcp-digits")
+    first, second = read_report([tmp_path / "runs"]).sections
+    assert [first.experiment.title, second.experiment.title] == ["dbn-digits", "gcp-digits"]
+    assert [row.num_runs for row in first.rows + second.rows] == [2, 2, 3, 3]
+
+
+def test_two_configurations_of_a_preset_are_not_averaged(tmp_path):
+    make_sweep(tmp_path / "runs/a", ("svd",), 2)
+    make_sweep(tmp_path / "runs/b", ("svd",), 2, learning_rate=0.2, threads=2)
+    first, second = read_report([tmp_path / "runs"]).sections
+    assert {first.experiment.title, second.experiment.title} == {
+        "dbn-digits (learning_rate 0.1)",
+        "dbn-digits (learning_rate 0.2)",
+    }
+    assert "several configurations" in first.experiment.notes[0]
+    assert [row.num_runs for row in first.rows + second.rows] == [2, 2]
+
+
+def test_what_may_differ_between_comparable_runs(tmp_path):
+    for seed in range(3):
+        make_run(tmp_path / "runs" / str(seed), "svd", seed, data=f"/data/{seed}", threads=seed + 1, devices=str(seed))
+    (section,) = read_report([tmp_path / "runs"]).sections
+    assert section.rows[0].num_runs == 3
+
+
+def test_an_error_that_is_nan_is_told_and_not_averaged(tmp_path):
+    sweep = make_sweep(tmp_path / "runs", ("svd", "svd+nog"), 4)
+    edit_last_epoch(sweep / "svd+nog/seed-2", val_error=math.nan)
+    (section,) = read_report([sweep]).sections
+    treated = section.rows[1]
+    assert (treated.num_diverged, treated.error.num, treated.difference.num_pairs) == (1, 3, 3)
+    assert math.isfinite(treated.error.mean)
+    assert treated.place_mean is None  # a method that diverges isn't the best
+    for format in FORMATS:
+        text = write_report([sweep], tmp_path / "report", format=format).read_text()
+        assert "diverged" in text
+
+
+def test_unfinished_failed_missing_and_doubled_runs_are_named(tmp_path):
+    sweep = make_sweep(tmp_path / "runs", ("svd", "svd+nog"), 3)
+    shutil.rmtree(sweep / "svd+nog/seed-2")
+    shutil.rmtree(sweep / "svd+nog/seed-1")
+    make_run(sweep / "svd+nog/seed-1", "svd+nog", 1, state="failed")
+    make_run(sweep / "svd+ow", "svd+ow", 0, state="running")
+    make_run(tmp_path / "runs/again", "svd", 0)
+    (tmp_path / "runs/odd").mkdir()
+    (tmp_path / "runs/odd/config.json").write_text("[]")
+    (sweep / "svd/seed-1/environment.json").unlink()
+    report = read_report([sweep])
+    (section,) = report.sections
+    notes = "\n".join(section.experiment.notes)
+    assert "svd+nog, seed 1: failed at step 75 of 150" in notes
+    assert "The covariance holds NaN; its error is not in the table." in notes
+    assert "svd+ow, seed 0: running at step 75 of 150" in notes
+    assert "Seed 2 is missing for svd+ow, svd+nog." in notes
+    assert "svd, seed 0 was run twice" in notes
+    assert any("odd" in problem for problem in report.problems)
+    assert any("environment.json" in problem for problem in report.problems)
+    rows = {row.method: row for row in section.rows}
+    assert (rows["svd"].error.num, rows["svd+nog"].error.num, rows["svd+ow"].error.num) == (3, 1, 0)
+    for format in FORMATS:
+        write_report([sweep], tmp_path / "report", format=format)
+
+
+def test_a_run_that_has_only_begun(tmp_path):
+    run = make_run(tmp_path / "run", state="running")
+    for name in ("metrics.jsonl", "times.jsonl", "status.json"):
+        (run / name).unlink()
+    for format in FORMATS:
+        write_report([run], tmp_path / "report", format=format)
+    assert "unknown at step 0" in (read_report([run]).sections[0].experiment.notes[0])
+
+
+def test_order_of_treatments_in_a_name_does_not_matter(tmp_path):
+    make_run(tmp_path / "runs/0", "svd+nog+ow", 0)
+    make_run(tmp_path / "runs/1", "svd+ow+nog", 1)
+    (section,) = read_report([tmp_path / "runs"]).sections
+    assert [(row.method, row.num_runs) for row in section.rows] == [("svd+nog+ow", 2)]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_hostile_names_are_text(tmp_path, format):
+    hostile = HOSTILE + "\ud800"
+    make_run(tmp_path / "runs/<img src=x onerror=alert(1)>", hostile, 0, preset=hostile, note=hostile)
+    make_run(tmp_path / "runs/svd", "svd", 0, preset=hostile, note=hostile, environment={"commit": hostile})
+    text = write_report([tmp_path / "runs"], tmp_path / "report", format=format).read_text(encoding="utf-8")
+    if format == "html":
+        assert "<script>document" not in text
+        assert "<img" not in text
+        assert text.count("</script>") == 3  # the page's own
+    if format == "md":
+        assert "<script>" not in text.replace("\\<", "")
+        body = [line for line in text.splitlines() if line.startswith("| ")]
+        columns = [line.replace("\\|", "").count("|") for line in body]
+        assert all(a == b for a, b in zip(columns[:3], columns[1:4], strict=True))
+    if format == "latex":
+        assert text.isascii()
+        assert r"\textless{}/script\textgreater{}" in text
+
+
+def test_figures_are_png_and_svg(tmp_path):
+    sweep = make_sweep(tmp_path / "runs", ("bn", "svd", "svd+olr+$x_1$"), 2, epochs=2)
+    result = run_command(sweep, "-o", tmp_path / "report.html", "--figures", tmp_path / "figures")
+    assert result.exit_code == 0, result.output
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    for view in ("cond", "cond_support", "cond_eps", "rank", "pre_svd_lr", "switched", "val_error", "loss"):
+        assert f"1-dbn-digits-{view}.png" in names
+        assert f"1-dbn-digits-{view}.svg" in names
+    assert (tmp_path / "figures/1-dbn-digits-cond.png").read_bytes().startswith(b"\x89PNG")
+    assert "svd+olr+$x_1$" in (tmp_path / "figures/1-dbn-digits-cond.svg").read_text()
+
+
+def test_watching_writes_again_when_a_run_changed(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", state="running")
+    written = []
+
+    def sleep(_: float) -> None:
+        if len(written) == 1 and "seen" not in state:
+            state.add("seen")  # nothing changed: not written again
+        elif len(written) == 1:
+            (run / "status.json").write_text(json.dumps({"state": "finished"}))
+        else:
+            raise KeyboardInterrupt
+
+    state: set[str] = set()
+    monkeypatch.setattr(time, "sleep", sleep)
+    path = watch_report([run], tmp_path / "report.html", on_written=lambda path: written.append(path.read_text()))
+    assert len(written) == 2
+    assert 'http-equiv="refresh"' in written[0]
+    assert "running at step" in written[0]
+    assert "running at step" not in written[1]
+    assert 'http-equiv="refresh"' not in path.read_text()
+
+
+def test_thinning_keeps_every_bins_extremes():
+    rng = np.random.default_rng(0)
+    values = rng.lognormal(0, 1, 1000)
+    values[[17, 503]] = [1e9, math.inf]
+    values[700:720] = math.nan
+    thinned = thin(np.arange(1, 1001), values, width=10, num_bins=101)
+    for index in range(100):
+        part = values[10 * index : 10 * index + 10]
+        expected = [np.nan] * 3 if np.isnan(part).all() else [np.min(part), np.median(part), np.max(part)]
+        np.testing.assert_array_equal([curve[index] for curve in thinned], expected)
+    assert np.isnan(thinned.high[100])
+    assert np.isnan(spread(np.empty((2, 0))).middle).all()
+
+
+def test_a_tenth_of_a_large_sweep_is_small_and_soon_read(tmp_path):
+    sweep = make_sweep(tmp_path / "runs", seeds=2, epochs=10, steps_per_epoch=250)
+    began = time.perf_counter()
+    path = write_report([sweep], tmp_path / "report.html")
+    assert time.perf_counter() - began < 20
+    assert path.stat().st_size < 10e6
+    (section,) = read_report([sweep]).sections
+    highest = max(
+        json.loads(line)["cond_support"]
+        for line in (sweep / "svd/seed-1/metrics.jsonl").read_text().splitlines()
+        if '"step", ' in line
+    )
+    assert section.experiment.metrics["svd", "1"].curves["cond_support"].high.max() == highest
