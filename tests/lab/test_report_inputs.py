@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
-from synthetic_runs import make_run, make_sweep
 from typer.testing import CliRunner
 
 from orthocond.errors import ArgumentError
 from orthocond.lab.report import FORMATS, read_report, watch_report, write_report
 from orthocond.lab.report.command import report
 from orthocond.lab.report.thin import spread, thin
+
+from synthetic_runs import make_run, make_sweep
 
 HOSTILE = """</script><script>document.title='owned'</script>"'`|é雪\N{PILE OF POO}*_[x](y)$\\n%{x}"""
 
@@ -32,11 +33,11 @@ def edit_last_epoch(folder: Path, **values: object) -> None:
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_command_writes_every_format(tmp_path, format):
+@pytest.mark.parametrize("kind", FORMATS)
+def test_command_writes_every_format(tmp_path, kind):
     sweep = make_sweep(tmp_path / "runs", ("bn", "svd", "svd+nog+ow+olr"), 2)
-    output = tmp_path / f"out.{format}"
-    result = run_command(sweep, "-o", output, "--format", format)
+    output = tmp_path / f"out.{kind}"
+    result = run_command(sweep, "-o", output, "--format", kind)
     assert result.exit_code == 0, result.output
     assert f"Wrote {output}" in result.output
     text = output.read_text()
@@ -152,6 +153,17 @@ def test_what_may_differ_between_comparable_runs(tmp_path):
         make_run(tmp_path / "runs" / str(seed), "svd", seed, data=f"/data/{seed}", threads=seed + 1, devices=str(seed))
     (section,) = read_report([tmp_path / "runs"]).sections
     assert section.rows[0].num_runs == 3
+    assert section.experiment.notes == []
+
+
+def test_runs_of_different_versions_and_machines_are_named(tmp_path):
+    make_run(tmp_path / "runs/0", seed=0)
+    make_run(tmp_path / "runs/1", seed=1, environment={"commit": "another", "threads": 8})
+    (section,) = read_report([tmp_path / "runs"]).sections
+    assert section.experiment.notes == [
+        "The runs are not of one version: they differ in commit.",
+        "Their times are not comparable: the runs differ in threads.",
+    ]
 
 
 def test_an_error_that_is_nan_is_told_and_not_averaged(tmp_path):
@@ -161,9 +173,10 @@ def test_an_error_that_is_nan_is_told_and_not_averaged(tmp_path):
     treated = section.rows[1]
     assert (treated.num_diverged, treated.error.num, treated.difference.num_pairs) == (1, 3, 3)
     assert math.isfinite(treated.error.mean)
+    assert section.message[-1] == "Of 8 runs: 1 diverged."
     assert treated.place_mean is None  # a method that diverges isn't the best
-    for format in FORMATS:
-        text = write_report([sweep], tmp_path / "report", format=format).read_text()
+    for kind in FORMATS:
+        text = write_report([sweep], tmp_path / "report", format=kind).read_text()
         assert "diverged" in text
 
 
@@ -189,16 +202,16 @@ def test_unfinished_failed_missing_and_doubled_runs_are_named(tmp_path):
     assert any("environment.json" in problem for problem in report.problems)
     rows = {row.method: row for row in section.rows}
     assert (rows["svd"].error.num, rows["svd+nog"].error.num, rows["svd+ow"].error.num) == (3, 1, 0)
-    for format in FORMATS:
-        write_report([sweep], tmp_path / "report", format=format)
+    for kind in FORMATS:
+        write_report([sweep], tmp_path / "report", format=kind)
 
 
 def test_a_run_that_has_only_begun(tmp_path):
     run = make_run(tmp_path / "run", state="running")
     for name in ("metrics.jsonl", "times.jsonl", "status.json"):
         (run / name).unlink()
-    for format in FORMATS:
-        write_report([run], tmp_path / "report", format=format)
+    for kind in FORMATS:
+        write_report([run], tmp_path / "report", format=kind)
     assert "unknown at step 0" in (read_report([run]).sections[0].experiment.notes[0])
 
 
@@ -209,22 +222,22 @@ def test_order_of_treatments_in_a_name_does_not_matter(tmp_path):
     assert [(row.method, row.num_runs) for row in section.rows] == [("svd+nog+ow", 2)]
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_hostile_names_are_text(tmp_path, format):
+@pytest.mark.parametrize("kind", FORMATS)
+def test_hostile_names_are_text(tmp_path, kind):
     hostile = HOSTILE + "\ud800"
     make_run(tmp_path / "runs/<img src=x onerror=alert(1)>", hostile, 0, preset=hostile, note=hostile)
     make_run(tmp_path / "runs/svd", "svd", 0, preset=hostile, note=hostile, environment={"commit": hostile})
-    text = write_report([tmp_path / "runs"], tmp_path / "report", format=format).read_text(encoding="utf-8")
-    if format == "html":
+    text = write_report([tmp_path / "runs"], tmp_path / "report", format=kind).read_text(encoding="utf-8")
+    if kind == "html":
         assert "<script>document" not in text
         assert "<img" not in text
         assert text.count("</script>") == 3  # the page's own
-    if format == "md":
+    if kind == "md":
         assert "<script>" not in text.replace("\\<", "")
         body = [line for line in text.splitlines() if line.startswith("| ")]
         columns = [line.replace("\\|", "").count("|") for line in body]
-        assert all(a == b for a, b in zip(columns[:3], columns[1:4], strict=True))
-    if format == "latex":
+        assert len(set(columns[:4])) == 1  # a bar in a name makes no column
+    if kind == "latex":
         assert text.isascii()
         assert r"\textless{}/script\textgreater{}" in text
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import stats
-from synthetic_runs import ALL_METHODS, make_run, make_sweep
 
 from orthocond.lab.report import read_report, write_report
 from orthocond.lab.report.statistics import holm, paired_difference, t_quantile, t_two_sided
+
+from synthetic_runs import ALL_METHODS, make_run, make_sweep
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,9 @@ def test_errors_are_those_of_the_metrics(sweep):
         values = errors[row.method]
         assert row.error.num == row.num_runs == 4
         np.testing.assert_allclose(
-            [row.error.mean, row.error.std, row.error.min], [values.mean(), values.std(ddof=1), values.min()], rtol=1e-12
+            [row.error.mean, row.error.std, row.error.min],
+            [values.mean(), values.std(ddof=1), values.min()],
+            rtol=1e-12,
         )
         top5 = last_errors(sweep, row.method, "val_error5")
         np.testing.assert_allclose([row.error5.mean, row.error5.min], [top5.mean(), top5.min()], rtol=1e-12)

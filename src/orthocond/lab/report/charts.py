@@ -170,9 +170,8 @@ def _switch(experiment: Experiment) -> View:
     def share(run: Metrics) -> Floats:
         return 100 * run.switched
 
-    return View(
-        "switched", "switch", "steps switched in %", False, experiment.bins.steps, _with_values(_of(experiment, share))
-    )
+    series = _with_values(_of(experiment, share))
+    return View("switched", "switch", "steps switched in %", False, experiment.bins.coarse.steps, series)
 
 
 def _over_epochs(experiment: Experiment, key: str, label: str, axis: str, *, is_log: bool = False) -> View:

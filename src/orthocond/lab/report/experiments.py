@@ -95,6 +95,7 @@ def _experiment(preset: str, differs: dict[str, Any], group: list[Run]) -> Exper
     suffix = f" ({', '.join(f'{name} {json.dumps(value)}' for name, value in differs.items())})" if differs else ""
     experiment = Experiment(preset + suffix, preset, differs, chosen, metrics, bins, notes)
     notes += [note for key, run in sorted(chosen.items()) for note in _notes_of(run, metrics[key])]
+    notes += _notes_on_environments(list(chosen.values()))
     for seed in experiment.seeds:
         missing = [method for method in experiment.methods if (method, seed) not in chosen]
         if missing:
@@ -117,6 +118,17 @@ def _notes_of(run: Run, metrics: Metrics) -> list[str]:
     if metrics.num_unreadable:
         notes.append(f"{name}: {metrics.num_unreadable} lines of metrics.jsonl can't be read and are left out.")
     return notes
+
+
+def _notes_on_environments(runs: list[Run]) -> list[str]:
+    differs = {
+        name: len({str(run.environment.get(name)) for run in runs if run.environment}) > 1
+        for name in ("commit", "orthocond", "torch", "processor", "device", "threads", "world_size")
+    }
+    code = [name for name in ("commit", "orthocond", "torch") if differs[name]]
+    place = [name for name in ("processor", "device", "threads", "world_size") if differs[name]]
+    notes = [f"The runs are not of one version: they differ in {', '.join(code)}."] if code else []
+    return notes + ([f"Their times are not comparable: the runs differ in {', '.join(place)}."] if place else [])
 
 
 def _seed_order(seed: str) -> tuple[int, str]:

@@ -11,7 +11,9 @@ __all__ = ["message_of"]
 
 def message_of(experiment: Experiment, rows: list[Row]) -> list[str]:
     """Return the sentences that stand above an experiment's table."""
-    return [sentence for sentence in (_error(rows), _noise(rows), _condition(rows), _progress(experiment)) if sentence]
+    return [
+        sentence for sentence in (_error(rows), _noise(rows), _condition(rows), _progress(experiment, rows)) if sentence
+    ]
 
 
 def _error(rows: list[Row]) -> str:
@@ -70,9 +72,12 @@ def _condition(rows: list[Row]) -> str:
     return sentence + (f" ({BASELINE}: {text.condition(base.conditions['cond_support'].mean)})." if base else ".")
 
 
-def _progress(experiment: Experiment) -> str:
+def _progress(experiment: Experiment, rows: list[Row]) -> str:
     runs = list(experiment.runs.values())
-    open_runs = sum(not run.is_finished for run in runs)
-    missing = len(experiment.methods) * len(experiment.seeds) - len(runs)
-    told = [f"{n} {what}" for n, what in ((open_runs, "not finished"), (missing, "missing")) if n]
-    return f"Of {len(runs) + missing} runs, {' and '.join(told)}: see the notes below." if told else ""
+    counts = {
+        "diverged": sum(row.num_diverged for row in rows),
+        "not finished": sum(not run.is_finished for run in runs),
+        "missing": len(experiment.methods) * len(experiment.seeds) - len(runs),
+    }
+    told = [f"{count} {what}" for what, count in counts.items() if count]
+    return f"Of {len(runs) + counts['missing']} runs: {', '.join(told)}." if told else ""

@@ -7,6 +7,7 @@ bins, and a few numbers of all its steps.
 import io
 import json
 import math
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ __all__ = ["CONDITIONS", "CURVES", "Bins", "Metrics", "bins_for", "read_metrics"
 CONDITIONS = ("cond_support", "cond", "cond_eps")
 """The three condition numbers: on the support, raw, with eps."""
 
-CURVES = (*CONDITIONS, "rank", "loss", "lr", "pre_svd_lr")
+CURVES = (*CONDITIONS, "rank", "loss", "pre_svd_lr")
 """What is drawn over the steps."""
 
 _NUMBERS = ("step", *CURVES, "failures")
@@ -40,7 +41,12 @@ class Bins:
     @property
     def steps(self) -> Floats:
         """The step in the middle of each bin."""
-        return np.arange(self.number, dtype=np.float64) * self.width + (self.width + 1) / 2
+        return np.arange(self.number, dtype=np.float64) * self.width + (self.width + 1) // 2
+
+    @property
+    def coarse(self) -> "Bins":
+        """Bins eight times as wide, for what only many steps together can tell."""
+        return Bins(8 * self.width, math.ceil(self.number / 8))
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Metrics:
     curves: dict[str, Spread]
     """The thinned curves of `CURVES`."""
     switched: Floats
-    """The share of steps in each bin in which the learning rate was switched to eta*; NaN without ``olr``."""
+    """The share of steps in each coarse bin in which the learning rate was switched to eta*; NaN without ``olr``."""
     num_steps: int
     num_switched: int | None
     """``None`` without ``olr``."""
@@ -77,7 +83,7 @@ def bins_for(folders: list[Path], *, number: int = 400) -> Bins:
 
 def read_metrics(folders: list[Path], bins: Bins) -> list[Metrics]:
     """Return the metrics of the run in each of ``folders``; what didn't change isn't read again."""
-    with ThreadPoolExecutor() as pool:  # Arrow and numpy leave the interpreter free
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Arrow and numpy leave the interpreter free
         return list(pool.map(lambda folder: _read(folder, _stamp(folder), bins), folders))
 
 
@@ -86,7 +92,7 @@ def _stamp(folder: Path) -> tuple[tuple[int, int], ...]:
     return tuple((stat.st_size, stat.st_mtime_ns) for stat in stats)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _read(folder: Path, _: tuple[tuple[int, int], ...], bins: Bins) -> Metrics:
     data = _complete_lines(folder / "metrics.jsonl")
     epochs, bad_epochs = _epochs(data)
@@ -98,7 +104,7 @@ def _read(folder: Path, _: tuple[tuple[int, int], ...], bins: Bins) -> Metrics:
     return Metrics(
         epochs=tuple(epochs),
         curves={name: thin(steps, columns[name], width=bins.width, num_bins=bins.number) for name in CURVES},
-        switched=_share(steps, switched, bins),
+        switched=_share(steps, switched, bins.coarse),
         num_steps=len(steps),
         num_switched=None if np.isnan(switched).all() else int(np.nansum(switched)),
         failures=int(np.nansum(columns["failures"])),
@@ -129,14 +135,22 @@ def _epochs(data: bytes) -> tuple[list[dict[str, Any]], int]:
 
 
 def _steps(data: bytes) -> tuple[dict[str, Floats], int]:
-    """Return the columns of the step lines as floats, NaN where a value is null, and how many lines are no JSON."""
+    """Return the columns of the step lines and how many lines can't be read."""
+    columns, num_bad = _columns(data, (*_NUMBERS, "switched"), kind="step")
+    known = np.isfinite(columns["step"])
+    return {name: column[known] for name, column in columns.items()}, num_bad
+
+
+def _columns(data: bytes, names: tuple[str, ...], kind: str | None = None) -> tuple[dict[str, Floats], int]:
+    """Return numbers of all lines (of a kind) as columns, NaN where one is null, and how many lines can't be read."""
     import pyarrow as pa
     import pyarrow.compute as pc
     from pyarrow import json as arrow_json
 
-    schema = pa.schema([("kind", pa.string()), ("switched", pa.bool_()), *[(n, pa.float64()) for n in _NUMBERS]])
     if not data.strip():
-        return {name: np.empty(0) for name in (*_NUMBERS, "switched")}, 0
+        return {name: np.empty(0) for name in names}, 0
+    types = {name: pa.bool_() if name == "switched" else pa.float64() for name in names}
+    schema = pa.schema([*types.items(), *([("kind", pa.string())] if kind else [])])
     try:
         table = arrow_json.read_json(
             pa.BufferReader(data),
@@ -144,23 +158,21 @@ def _steps(data: bytes) -> tuple[dict[str, Floats], int]:
             parse_options=arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
         )
     except pa.ArrowInvalid:
-        return _steps_one_by_one(data)
-    table = table.filter(pc.and_(pc.equal(table["kind"], "step"), pc.is_valid(table["step"])))
-    switched = table["switched"].cast(pa.float64())
-    columns = {name: table[name].to_numpy() for name in _NUMBERS} | {"switched": switched.to_numpy()}
-    return columns, 0
+        return _columns_one_by_one(data, names, kind)
+    if kind:
+        table = table.filter(pc.equal(table["kind"], kind))
+    return {name: table[name].cast(pa.float64()).to_numpy() for name in names}, 0
 
 
-def _steps_one_by_one(data: bytes) -> tuple[dict[str, Floats], int]:
-    """Do what `_steps` does for a file with lines that are no JSON, or hold what doesn't belong there."""
-    names = (*_NUMBERS, "switched")
+def _columns_one_by_one(data: bytes, names: tuple[str, ...], kind: str | None) -> tuple[dict[str, Floats], int]:
+    """Do what `_columns` does for a file with lines that are no JSON, or hold what doesn't belong there."""
     rows = []
     num_bad = 0
     for line in io.BytesIO(data):
         record = _parsed(line)
         if not isinstance(record, dict):
             num_bad += bool(line.strip())
-        elif record.get("kind") == "step" and math.isfinite(_number(record.get("step"))):
+        elif kind is None or record.get("kind") == kind:
             rows.append([_number(record.get(name)) for name in names])
     table = np.array(rows, dtype=np.float64).reshape(-1, len(names))
     return dict(zip(names, table.T, strict=True)), num_bad
@@ -175,14 +187,13 @@ def _share(steps: Any, switched: Floats, bins: Bins) -> Floats:
 
 
 def _seconds(path: Path) -> dict[str, float]:
-    records = [record for line in _complete_lines(path).splitlines() if isinstance(record := _parsed(line), dict)]
-    if not records:
+    parts = {"step": "seconds", "forward": "forward", "backward": "backward", "update": "update"}
+    columns, _ = _columns(_complete_lines(path), ("steps", *parts.values()))
+    timed = columns["steps"] > 0
+    if not timed.any():
         return {}
-    steps = np.array([_number(record.get("steps")) for record in records])
-    steps[steps == 0] = np.nan
-    names = {"step": "seconds", "forward": "forward", "backward": "backward", "update": "update"}
-    seconds = np.array([[_number(record.get(key)) for record in records] for key in names.values()]) / steps
-    return dict(zip(names, spread(seconds).middle.tolist(), strict=True))
+    seconds = np.stack([columns[key][timed] / columns["steps"][timed] for key in parts.values()])
+    return dict(zip(parts, spread(seconds).middle.tolist(), strict=True))
 
 
 def _last_step(path: Path) -> int:

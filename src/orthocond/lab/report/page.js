@@ -3,10 +3,9 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
   const plots = [];
-  let printing = false;
 
   const text = (name) => String(name).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  const isDark = () => !printing && (root.dataset.theme
+  const isDark = () => (root.dataset.theme
     ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
   const colour = (method) => data.styles[method][isDark() ? "dark" : "light"];
   const faded = (hex, alpha) => `rgba(${[1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)).join(",")},${alpha})`;
@@ -86,7 +85,7 @@
       yanchor: "bottom", text: "▲ infinite", showarrow: false, font: { size: 11, color: variable("--soft") } }] : [];
     return [bands.concat(middles, marks), layout({
       hovermode: isNarrow() ? "closest" : "x unified", annotations,
-      xaxis: { title: { text: xAxis }, rangemode: "tozero" },
+      xaxis: { title: { text: xAxis }, rangemode: "tozero", unifiedhovertitle: { text: `${xAxis} %{x}` } },
       yaxis: { title: { text: view.axis }, type: view.log ? "log" : "linear", exponentformat: "power", rangemode: "tozero",
         dtick: view.log ? decades(view, ceiling) : undefined },
     })];
@@ -115,7 +114,7 @@
     const base = section.means[section.baseline];
     const shapes = typeof base === "number" ? [{ type: "line", x0: base, x1: base, y0: 0, y1: 1, yref: "paper", layer: "below",
       line: { color: variable("--soft"), width: 1, dash: "dot" } }] : [];
-    return [[...dots, means], layout({ hovermode: "closest", shapes, height: 90 + 26 * Math.max(1, methods.length),
+    return [methods.length ? [...dots, means] : [], layout({ hovermode: "closest", shapes, height: 90 + 26 * Math.max(1, methods.length),
       xaxis: { title: { text: "validation error in %" } }, yaxis: { type: "category", categoryarray: methods.map(text), showgrid: false, range: [-.6, methods.length - .4] } })];
   }
 
@@ -128,7 +127,7 @@
     const bars = [...phases, "other"].map((phase, index) => ({ type: "bar", orientation: "h", name: phase,
       y: methods.map(text), x: methods.map((method) => 1000 * (phase === "other" ? rest(method) : value(method, phase))),
       marker: { color: shades[index] }, hovertemplate: `${phase}: %{x:.4g} ms<extra></extra>` }));
-    return [bars, layout({ barmode: "stack", bargap: .35, showlegend: true, hovermode: "closest",
+    return [methods.length ? bars : [], layout({ barmode: "stack", bargap: .35, showlegend: true, hovermode: "closest",
       legend: { orientation: "h", y: 1, yanchor: "bottom", x: 0, traceorder: "normal", font: { color: variable("--soft") } },
       height: 110 + 26 * Math.max(1, methods.length), margin: { l: 56, r: 12, t: 30, b: 44 },
       xaxis: { title: { text: "milliseconds per step" } }, yaxis: { showgrid: false } })];
@@ -201,8 +200,12 @@
     setUp();
     await drawAll();
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-    window.addEventListener("beforeprint", () => { printing = true; drawAll(); });
-    window.addEventListener("afterprint", () => { printing = false; drawAll(); });
+    let chosen;
+    window.addEventListener("beforeprint", () => { chosen = root.dataset.theme; root.dataset.theme = "light"; drawAll(); });
+    window.addEventListener("afterprint", () => {
+      if (chosen) root.dataset.theme = chosen; else delete root.dataset.theme;
+      drawAll();
+    });
     root.dataset.ready = "true";
   } catch (error) {
     const trouble = document.getElementById("trouble");
