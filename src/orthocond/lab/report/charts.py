@@ -1,11 +1,12 @@
 """The curves of an experiment as data, which the page and the figures draw alike.
 
-A line is the median over the seeds; its band reaches from the lowest to the highest value of any seed and any step of
-the bin, so no spike is thinned away.
+A line is the median over the seeds, its band reaches from the lowest to the highest seed. Where steps were thinned, two
+hairlines follow the lowest and highest value of any step, so no spike is thinned away.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,17 @@ from orthocond.lab.report.metrics import CONDITIONS, Metrics
 from orthocond.lab.report.rows import BASELINE
 from orthocond.lab.report.thin import Floats, Spread, spread
 
-__all__ = ["Chart", "Style", "View", "charts_of", "styles_of"]
+__all__ = ["Chart", "Lines", "Style", "View", "charts_of", "styles_of"]
+
+
+class Lines(NamedTuple):
+    """A method's curve: lowest seed, median and highest seed, and the extremes of any seed and any step."""
+
+    low: Floats
+    middle: Floats
+    high: Floats
+    floor: Floats
+    peak: Floats
 
 
 @dataclass(frozen=True)
@@ -27,7 +38,7 @@ class View:
     axis: str
     is_log: bool
     x: Floats
-    series: dict[str, Spread]
+    series: dict[str, Lines]
     """By method."""
 
 
@@ -92,26 +103,27 @@ def styles_of(methods: Iterable[str]) -> dict[str, Style]:
 
 def charts_of(experiment: Experiment) -> list[Chart]:
     """Return the experiment's charts; views without a single value are left out, and so are charts without a view."""
-    band = "Line: median over the seeds; band: lowest to highest of any seed"
+    band = "Line: median over the seeds; band: lowest to highest seed."
+    hair = f"{band} Hairlines: lowest and highest of any step."
     charts = [
         Chart(
             "conditioning",
             "Condition number of the covariance",
-            f"{band} and step. {' '.join(f'{_VIEWS[key].capitalize()}: {_CAPTIONS[key]}' for key in CONDITIONS)}",
+            f"{hair} {' '.join(f'{_VIEWS[key].capitalize()}: {_CAPTIONS[key]}' for key in CONDITIONS)}",
             "step",
             [_over_steps(experiment, key, _VIEWS[key], "condition number", is_log=True) for key in CONDITIONS],
         ),
         Chart(
             "rank",
             "Rank of the covariance",
-            f"{band} and step. Eigenvalues that count.",
+            f"Eigenvalues that count. {hair}",
             "step",
             [_over_steps(experiment, "rank", "rank", "rank")],
         ),
         Chart(
             "rates",
             "Learning rate of the Pre-SVD layer",
-            f"Methods with olr, and the schedule that the others follow. {band} and step. "
+            f"Methods with olr, and the schedule that the others follow. {hair} "
             "Switch: share of the steps that took eta* instead of the scheduled rate.",
             "step",
             [
@@ -124,7 +136,7 @@ def charts_of(experiment: Experiment) -> list[Chart]:
         Chart(
             "progress",
             "Error and loss",
-            f"{band}.",
+            band,
             "epoch",
             [
                 _over_epochs(experiment, "val_error", "validation error", "error in %"),
@@ -137,7 +149,7 @@ def charts_of(experiment: Experiment) -> list[Chart]:
         Chart(
             "loss",
             "Training loss of each step",
-            f"{band} and step.",
+            hair,
             "step",
             [_over_steps(experiment, "loss", "loss", "loss", is_log=True)],
         ),
@@ -162,7 +174,7 @@ def _over_steps(
     for method in experiment.methods if methods is None else methods:
         curves = [run.curves[key] for run in experiment.of(method).values()]
         low, middle, high = (np.stack(parts, axis=1) for parts in zip(*curves, strict=True))
-        series[method] = Spread(spread(low).low, spread(middle).middle, spread(high).high)
+        series[method] = Lines(*spread(middle), spread(low).low, spread(high).high)
     return View(key, label, axis, is_log, experiment.bins.steps, _with_values(series))
 
 
@@ -190,11 +202,16 @@ def _over_epochs(experiment: Experiment, key: str, label: str, axis: str, *, is_
     return View(key, label, axis, is_log, np.arange(1.0, last + 1), _with_values(_of(experiment, values)))
 
 
-def _of(experiment: Experiment, values: Callable[[Metrics], Floats]) -> dict[str, Spread]:
-    return {
-        method: spread(np.stack([values(run) for run in experiment.of(method).values()], axis=1))
+def _of(experiment: Experiment, values: Callable[[Metrics], Floats]) -> dict[str, Lines]:
+    stacks = {
+        method: np.stack([values(run) for run in experiment.of(method).values()], axis=1)
         for method in experiment.methods
     }
+    return {method: _whole(spread(stack)) for method, stack in stacks.items()}
+
+
+def _whole(lines: Spread) -> Lines:
+    return Lines(*lines, lines.low, lines.high)
 
 
 def _is_epoch(record: dict[str, object]) -> bool:
@@ -214,5 +231,5 @@ def _rated(experiment: Experiment) -> list[str]:
     return sorted([*schedule, *rated], key=method_order)
 
 
-def _with_values(series: dict[str, Spread]) -> dict[str, Spread]:
+def _with_values(series: dict[str, Lines]) -> dict[str, Lines]:
     return {method: lines for method, lines in series.items() if not np.isnan(lines.middle).all()}

@@ -36,19 +36,21 @@ def _figure(chart: Chart, view: View, styles: dict[str, Style], stem: Path) -> l
         figure = Figure(figsize=(6.4, 3.6), dpi=200, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
+        handles = []
         for method, lines in view.series.items():
             style = styles[method]
-            low, middle, high = (_finite(values) for values in lines)
-            axes.fill_between(view.x, low, high, color=style.light, alpha=0.1, linewidth=0)
-            axes.plot(view.x, middle, color=style.light, linestyle=_DASHES[style.dash], linewidth=1.2)
+            low, middle, high, floor, peak = (_finite(values) for values in lines)
+            axes.fill_between(view.x, low, high, color=style.light, alpha=0.15, linewidth=0)
+            for edge in (floor, peak):
+                axes.plot(view.x, edge, color=style.light, alpha=0.3, linewidth=0.3)
+            handles += axes.plot(view.x, middle, color=style.light, linestyle=_DASHES[style.dash], linewidth=1.2)
         if view.is_log:
             axes.set_yscale("log")
         axes.set_xlabel(chart.x_axis)
         axes.set_ylabel(f"{view.axis} ({view.label})" if view.label != view.axis else view.axis)
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
-        handles, labels = list(axes.get_lines()), list(view.series)
-        legend = figure.legend(handles, labels, loc="outside right upper", fontsize=7, frameon=False)
+        legend = figure.legend(handles, list(view.series), loc="outside right upper", fontsize=7, frameon=False)
         for entry in legend.get_texts():
             entry.set_parse_math(False)  # a dollar in a name is a dollar
         files = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]

@@ -56,7 +56,7 @@ def _noise(rows: list[Row]) -> str:
     better = sum(mean < 0 for mean in beyond)
     counts = {"better": better, "worse": len(beyond) - better}
     told = [f"{count} {'is' if count == 1 else 'are'} {what}" for what, count in counts.items() if count]
-    return f"Compared with {BASELINE}, {' and '.join(told)} beyond the noise, of {len(known)} methods."
+    return f"Of the {len(known)} methods compared with {BASELINE}, {' and '.join(told)} beyond the noise."
 
 
 def _condition(rows: list[Row]) -> str:

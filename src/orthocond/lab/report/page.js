@@ -50,40 +50,44 @@
   function curves(view, hidden, xAxis) {
     let ceiling = 0;
     for (const lines of Object.values(view.series))
-      for (const value of lines.high.concat(lines.middle)) if (typeof value === "number") ceiling = Math.max(ceiling, value);
+      for (const value of lines.peak) if (typeof value === "number") ceiling = Math.max(ceiling, value);
     ceiling = ceiling > 0 ? (view.log ? ceiling * 10 : ceiling * 1.1) : 1;
     let infinite = false;
     const placed = (values) => values.map((value) => {
       if (value === "inf") { infinite = true; return ceiling; }
       return view.log && value !== null && value <= 0 ? null : value;
     });
-    const bands = [], middles = [], marks = [];
+    const bands = [], hairs = [], middles = [], marks = [];
     for (const [method, lines] of Object.entries(view.series)) {
       const look = { legendgroup: method, visible: !hidden.has(method), x: view.x };
       const base = method === "svd";
-      const at = view.x.map((_, index) => index).filter((index) => lines.low[index] !== null);
+      const at = view.x.map((_, index) => index).filter((index) => lines.middle[index] !== null);
       const low = placed(lines.low), high = placed(lines.high);
       const flat = at.every((index) => lines.low[index] === lines.high[index]);
       if (!flat) bands.push({ ...look, type: "scatter", mode: "lines", hoverinfo: "skip", line: { width: 0 },
         x: at.map((index) => view.x[index]).concat(at.map((index) => view.x[index]).reverse()),
         y: at.map((index) => low[index] ?? high[index]).concat(at.map((index) => high[index]).reverse()),
-        fill: "toself", fillcolor: faded(colour(method), Math.min(.16, .3 / Math.sqrt(Object.keys(view.series).length))) });
+        fill: "toself", fillcolor: faded(colour(method), Math.min(.22, .6 / Math.sqrt(Object.keys(view.series).length))) });
+      for (const [edge, inner] of [[lines.floor, lines.low], [lines.peak, lines.high]])
+        if (at.some((index) => edge[index] !== inner[index])) hairs.push({ ...look, type: "scatter", mode: "lines",
+          y: placed(edge), connectgaps: true, hoverinfo: "skip", line: { color: faded(colour(method), .3), width: .7 } });
       middles.push({ ...look, type: "scatter", mode: at.length < 2 ? "markers" : "lines", name: text(method),
         y: placed(lines.middle), connectgaps: true,
         line: { color: colour(method), width: base ? 2.6 : 1.8, dash: data.styles[method].dash },
         customdata: lines.middle.map((value, index) => {
           const range = `${shown(lines.low[index])} to ${shown(lines.high[index])}`;
-          return shown(value) + (lines.low[index] === lines.high[index] ? "" : ` (${range})`);
+          const peak = lines.peak[index] === lines.high[index] ? "" : `, peak ${shown(lines.peak[index])}`;
+          return shown(value) + (lines.low[index] === lines.high[index] ? "" : ` (${range})`) + peak;
         }),
         hovertemplate: "%{customdata}" + (isNarrow() ? `<br>${xAxis} %{x}` : "") + `<extra>${text(method).replace(/%/g, "&#37;")}</extra>` });
-      const peaks = at.filter((index) => lines.high[index] === "inf");
+      const peaks = at.filter((index) => lines.peak[index] === "inf");
       if (peaks.length) marks.push({ ...look, type: "scatter", mode: "markers", hoverinfo: "skip",
         x: peaks.map((index) => view.x[index]), y: peaks.map(() => ceiling),
         marker: { symbol: "triangle-up", size: 7, color: colour(method) } });
     }
     const annotations = infinite ? [{ xref: "paper", x: 1, y: view.log ? Math.log10(ceiling) : ceiling, xanchor: "right",
       yanchor: "bottom", text: "▲ infinite", showarrow: false, font: { size: 11, color: variable("--soft") } }] : [];
-    return [bands.concat(middles, marks), layout({
+    return [hairs.concat(bands, middles, marks), layout({
       hovermode: isNarrow() ? "closest" : "x unified", annotations,
       xaxis: { title: { text: xAxis }, rangemode: "tozero", unifiedhovertitle: { text: `${xAxis} %{x}` } },
       yaxis: { title: { text: view.axis }, type: view.log ? "log" : "linear", exponentformat: "power", rangemode: "tozero",
@@ -94,7 +98,7 @@
   function decades(view, ceiling) {
     let lowest = Infinity;
     for (const lines of Object.values(view.series))
-      for (const value of lines.low) if (typeof value === "number" && value > 0) lowest = Math.min(lowest, value);
+      for (const value of lines.floor) if (typeof value === "number" && value > 0) lowest = Math.min(lowest, value);
     const span = Math.log10(ceiling) - Math.log10(lowest);
     return span > 3 ? Math.max(1, Math.ceil(span / 8)) : "D2";
   }

@@ -48,8 +48,14 @@ def difference(row: Row) -> str:
     """Return the difference to the baseline with its interval: ``-0.42 [-0.55, -0.29]``."""
     if row.difference is None or row.difference.num_pairs == 0:
         return MISSING
-    interval = f" [{row.difference.low:+.2f}, {row.difference.high:+.2f}]" if math.isfinite(row.difference.low) else ""
-    return f"{row.difference.mean:+.2f}{interval}"
+    low, high = row.difference.low, row.difference.high
+    interval = f" [{_signed(low)}, {_signed(high)}]" if math.isfinite(low) else ""
+    return _signed(row.difference.mean) + interval
+
+
+def _signed(value: float) -> str:
+    shown = f"{value:+.2f}"
+    return "0.00" if shown in ("+0.00", "-0.00") else shown
 
 
 def seeds(row: Row) -> str:
