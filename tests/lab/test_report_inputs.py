@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,10 +16,11 @@ from typer.testing import CliRunner
 
 from orthocond.errors import ArgumentError
 from orthocond.lab.report import FORMATS, read_report, watch_report, write_report
+from orthocond.lab.report.charts import charts_of
 from orthocond.lab.report.command import report
 from orthocond.lab.report.thin import spread, thin
 
-from synthetic_runs import make_run, make_sweep
+from synthetic_runs import ALL_METHODS, make_run, make_sweep
 
 HOSTILE = """</script ><!--</script><script>document.title='owned'</script>"'`|é雪\N{PILE OF POO}*_[x](y)$\\n%{x}"""
 
@@ -126,6 +130,28 @@ def test_damaged_and_whole_files_are_read_alike(tmp_path):
     for name, curve in whole.curves.items():
         np.testing.assert_array_equal(slow.curves[name], curve)
     np.testing.assert_array_equal(slow.switched, whole.switched)
+
+
+def test_values_that_do_not_belong_are_no_values(tmp_path):
+    run = make_run(tmp_path / "run", seed=0)
+    odd = [
+        {"kind": "step", "step": 1e300, "loss": 1.0},
+        {"kind": "step", "step": -3, "loss": [1], "failures": "many", "switched": "yes"},
+        {"kind": "step", "step": 151, "cond": {"a": 1}, "loss": "low"},
+        {"kind": "epoch", "epoch": 10**9, "val_error": 5.0},
+        {"kind": "epoch", "epoch": 7, "step": "x", "val_error": "low"},
+        {"kind": "note"},
+        [1, 2],
+    ]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in odd)
+    (run / "status.json").write_text('{"state": "finished", "seconds": "long", "step": {}}')
+    (run / "times.jsonl").write_text('{"step": 20, "steps": 0, "seconds": 1}\n{"steps": "x"}\n7\n')
+    (section,) = read_report([run]).sections
+    assert section.experiment.metrics["svd", "0"].num_steps == 151
+    assert section.rows[0].num_diverged == 1  # its last epoch has no error that is a number
+    for kind in FORMATS:
+        write_report([run], tmp_path / "report", format=kind)
 
 
 def test_two_presets_are_two_sections(tmp_path):
@@ -277,6 +303,16 @@ def test_watching_writes_again_when_a_run_changed(tmp_path, monkeypatch):
     assert 'http-equiv="refresh"' not in path.read_text()
 
 
+def test_command_watches_until_it_is_interrupted(tmp_path, monkeypatch):
+    def sleep(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    result = run_command(make_run(tmp_path / "run"), "--watch", "-o", tmp_path / "report.html")
+    assert result.exit_code == 0
+    assert result.output.count("Wrote") == 2
+
+
 def test_thinning_keeps_every_bins_extremes():
     rng = np.random.default_rng(0)
     values = rng.lognormal(0, 1, 1000)
@@ -291,16 +327,54 @@ def test_thinning_keeps_every_bins_extremes():
     assert np.isnan(spread(np.empty((2, 0))).middle).all()
 
 
-def test_a_tenth_of_a_large_sweep_is_small_and_soon_read(tmp_path):
-    sweep = make_sweep(tmp_path / "runs", seeds=2, epochs=10, steps_per_epoch=250)
-    began = time.perf_counter()
-    path = write_report([sweep], tmp_path / "report.html")
-    assert time.perf_counter() - began < 20
-    assert path.stat().st_size < 10e6
-    (section,) = read_report([sweep]).sections
-    highest = max(
-        json.loads(line)["cond_support"]
-        for line in (sweep / "svd/seed-1/metrics.jsonl").read_text().splitlines()
-        if '"step", ' in line
-    )
-    assert section.experiment.metrics["svd", "1"].curves["cond_support"].high.max() == highest
+def test_infinite_condition_numbers_are_shown_as_such(tmp_path):
+    for seed in range(2):
+        run = make_run(tmp_path / "runs" / str(seed), "svd", seed)
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines = [line | {"cond": math.inf, "cond_eps": math.nan} if "cond" in line else line for line in lines]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (section,) = read_report([tmp_path / "runs"]).sections
+    assert section.rows[0].conditions["cond"].mean == math.inf
+    assert math.isnan(section.rows[0].conditions["cond_eps"].mean)
+    assert math.isfinite(section.rows[0].conditions["cond_support"].mean)
+    content = json.loads(write_report([tmp_path / "runs"], tmp_path / "report.json", format="json").read_text())
+    assert content["experiments"][0]["methods"][0]["conditions"]["cond"]["mean"] == "inf"
+    write_report([tmp_path / "runs"], tmp_path / "report.html", figures=tmp_path / "figures")
+
+
+def test_a_large_sweep_is_soon_read_in_little_memory(tmp_path, record_property):
+    """14 methods and 10 seeds: 5,000 steps each, or as many as REPORT_STEPS says (50,000 take 2 GB of disk)."""
+    steps = int(os.environ.get("REPORT_STEPS", "5000"))
+    for method in ALL_METHODS:
+        first = make_run(tmp_path / "runs" / method / "seed-0", method, epochs=20, steps_per_epoch=steps // 20)
+        config = json.loads((first / "config.json").read_text())
+        for seed in range(1, 10):
+            other = shutil.copytree(first, first.with_name(f"seed-{seed}"))
+            (other / "config.json").write_text(json.dumps(config | {"seed": seed}))
+    script = """if True:
+        import pathlib, sys, time
+        from orthocond.lab.report import write_report
+        began = time.perf_counter()
+        path = write_report([sys.argv[1]], sys.argv[2])
+        status = pathlib.Path("/proc/self/status")
+        lines = status.read_text().splitlines() if status.exists() else ["VmHWM: 0 kB"]
+        peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+        print(time.perf_counter() - began, peak / 1e6, path.stat().st_size / 1e6)"""
+    command = [sys.executable, "-c", script, str(tmp_path / "runs"), str(tmp_path / "report.html")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
+    seconds, gigabytes, megabytes = map(float, done.stdout.split())
+    record_property("seconds, GB, MB of the page", done.stdout)
+    assert seconds < 20
+    assert gigabytes < 2
+    assert megabytes < 10
+
+
+def test_the_highest_step_survives_thinning(tmp_path):
+    run = make_run(tmp_path / "run", epochs=10, steps_per_epoch=250)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    highest = max(record["cond_support"] for record in records if record["kind"] == "step")
+    (section,) = read_report([run]).sections
+    assert section.experiment.metrics["svd", "0"].curves["cond_support"].high.max() == highest
+    (view, *_) = charts_of(section.experiment)[0].views
+    assert len(view.x) <= 400
+    assert view.series["svd"].peak.max() == highest

@@ -216,7 +216,7 @@ def _whole(lines: Spread) -> Lines:
 
 def _is_epoch(record: dict[str, object]) -> bool:
     number = record.get("epoch")
-    return isinstance(number, int) and 1 <= number <= 1_000_000
+    return isinstance(number, int) and 1 <= number <= 100_000
 
 
 def _rated(experiment: Experiment) -> list[str]:

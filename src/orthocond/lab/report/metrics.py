@@ -28,6 +28,7 @@ CURVES = (*CONDITIONS, "rank", "loss", "pre_svd_lr")
 """What is drawn over the steps."""
 
 _NUMBERS = ("step", *CURVES, "failures")
+_MOST_STEPS = 1e12
 _EPOCH = re.compile(rb'"kind":\s*"epoch"')
 
 
@@ -137,7 +138,7 @@ def _epochs(data: bytes) -> tuple[list[dict[str, Any]], int]:
 def _steps(data: bytes) -> tuple[dict[str, Floats], int]:
     """Return the columns of the step lines and how many lines can't be read."""
     columns, num_bad = _columns(data, (*_NUMBERS, "switched"), kind="step")
-    known = np.isfinite(columns["step"])
+    known = (columns["step"] >= 1) & (columns["step"] <= _MOST_STEPS)
     return {name: column[known] for name, column in columns.items()}, num_bad
 
 
@@ -205,7 +206,7 @@ def _last_step(path: Path) -> int:
         lines = file.read().splitlines()
     for line in reversed(lines):
         record = _parsed(line)
-        if isinstance(record, dict) and math.isfinite(step := _number(record.get("step"))):
+        if isinstance(record, dict) and 1 <= (step := _number(record.get("step"))) <= _MOST_STEPS:
             return int(step)
     return 0
 
