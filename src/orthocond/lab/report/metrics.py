@@ -148,7 +148,7 @@ def _columns(data: bytes, names: tuple[str, ...], kind: str | None = None) -> tu
     import pyarrow.compute as pc
     from pyarrow import json as arrow_json
 
-    if not data.strip():
+    if not data or data.isspace():
         return {name: np.empty(0) for name in names}, 0
     types = {name: pa.bool_() if name == "switched" else pa.float64() for name in names}
     schema = pa.schema([*types.items(), *([("kind", pa.string())] if kind else [])])
