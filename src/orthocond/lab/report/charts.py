@@ -1,0 +1,235 @@
+"""The curves of an experiment as data, which the page and the figures draw alike.
+
+A line is the median over the seeds, its band reaches from the lowest to the highest seed. Where steps were thinned, two
+hairlines follow the lowest and highest value of any step, so no spike is thinned away.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from orthocond.lab.report.experiments import Experiment
+from orthocond.lab.report.folders import method_order
+from orthocond.lab.report.metrics import CONDITIONS, Metrics
+from orthocond.lab.report.rows import BASELINE
+from orthocond.lab.report.thin import Floats, Spread, spread
+
+__all__ = ["Chart", "Lines", "Style", "View", "charts_of", "styles_of"]
+
+
+class Lines(NamedTuple):
+    """A method's curve: lowest seed, median and highest seed, and the extremes of any seed and any step."""
+
+    low: Floats
+    middle: Floats
+    high: Floats
+    floor: Floats
+    peak: Floats
+
+
+@dataclass(frozen=True)
+class View:
+    """One quantity of every method."""
+
+    key: str
+    label: str
+    axis: str
+    is_log: bool
+    x: Floats
+    series: dict[str, Lines]
+    """By method."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart with one or several views to choose from."""
+
+    key: str
+    title: str
+    caption: str
+    x_axis: str
+    views: list[View]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a method's line looks: its colour on white and on black, and its dashes as plotly names them."""
+
+    light: str
+    dark: str
+    dash: str
+
+
+_COLOURS = (
+    ("#2563a8", "#6fb0f2"),
+    ("#c8591a", "#f39a5f"),
+    ("#23835a", "#5ccb97"),
+    ("#a8327f", "#ea86c6"),
+    ("#8a6a10", "#dcb94e"),
+    ("#6446a8", "#b09cf0"),
+    ("#b8322f", "#f5817b"),
+    ("#127f8c", "#50c8d6"),
+)
+_DASHES = ("solid", "dash", "dot", "longdashdot")
+_FIXED = {
+    "bn": Style("#8b8f98", "#8f96a3", "dash"),
+    "newton_schulz": Style("#5d626c", "#b9bfca", "dot"),
+    BASELINE: Style("#16181d", "#f3f4f6", "solid"),
+}
+
+_VIEWS = {"cond_support": "on the support", "cond": "raw", "cond_eps": "with eps"}
+_CAPTIONS = {
+    "cond_support": "Ratio of the largest to the smallest eigenvalue that counts towards the rank.",
+    "cond": "Ratio of the largest to the smallest eigenvalue; at rank below full it is rounding noise, or infinite.",
+    "cond_eps": "Ratio of the largest to the smallest eigenvalue after eps was added to all.",
+}
+
+
+def styles_of(methods: Iterable[str]) -> dict[str, Style]:
+    """Return each method's style: fixed for bn, newton_schulz and svd; a colour, and then a dash, for each other."""
+    ordered = sorted(methods, key=method_order)
+    styles, count = {}, 0
+    for method in ordered:
+        if method in _FIXED:
+            styles[method] = _FIXED[method]
+            continue
+        light, dark = _COLOURS[count % len(_COLOURS)]
+        styles[method] = Style(light, dark, _DASHES[count // len(_COLOURS) % len(_DASHES)])
+        count += 1
+    return styles
+
+
+def charts_of(experiment: Experiment) -> list[Chart]:
+    """Return the experiment's charts; views without a single value are left out, and so are charts without a view."""
+    band = "Line: median over the seeds; band: lowest to highest seed."
+    hair = f"{band} Hairlines: lowest and highest of any step."
+    charts = [
+        Chart(
+            "conditioning",
+            "Condition number of the covariance",
+            f"{hair} {' '.join(f'{_VIEWS[key].capitalize()}: {_CAPTIONS[key]}' for key in CONDITIONS)}",
+            "step",
+            [_over_steps(experiment, key, _VIEWS[key], "condition number", is_log=True) for key in CONDITIONS],
+        ),
+        Chart(
+            "rank",
+            "Rank of the covariance",
+            f"Eigenvalues that count. {hair}",
+            "step",
+            [_over_steps(experiment, "rank", "rank", "rank")],
+        ),
+        Chart(
+            "rates",
+            "Learning rate of the Pre-SVD layer",
+            f"Methods with olr, and the schedule that the others follow. {hair} "
+            "Switch: share of the steps that took eta* instead of the scheduled rate.",
+            "step",
+            [
+                _over_steps(
+                    experiment, "pre_svd_lr", "learning rate", "learning rate", is_log=True, methods=_rated(experiment)
+                ),
+                _switch(experiment),
+            ],
+        ),
+        Chart(
+            "progress",
+            "Error and loss",
+            band,
+            "epoch",
+            [
+                _over_epochs(experiment, "val_error", "validation error", "error in %"),
+                _over_epochs(experiment, "train_error", "training error", "error in %"),
+                *([_over_epochs(experiment, "val_error5", "top-5", "error in %")] if experiment.is_pooling else []),
+                _over_epochs(experiment, "val_loss", "validation loss", "loss", is_log=True),
+                _over_epochs(experiment, "train_loss", "training loss", "loss", is_log=True),
+            ],
+        ),
+        Chart(
+            "loss",
+            "Training loss of each step",
+            hair,
+            "step",
+            [_over_steps(experiment, "loss", "loss", "loss", is_log=True)],
+        ),
+    ]
+    kept = [
+        Chart(chart.key, chart.title, chart.caption, chart.x_axis, [view for view in chart.views if view.series])
+        for chart in charts
+    ]
+    return [chart for chart in kept if chart.views]
+
+
+def _over_steps(
+    experiment: Experiment,
+    key: str,
+    label: str,
+    axis: str,
+    *,
+    is_log: bool = False,
+    methods: list[str] | None = None,
+) -> View:
+    series = {}
+    for method in experiment.methods if methods is None else methods:
+        curves = [run.curves[key] for run in experiment.of(method).values()]
+        low, middle, high = (np.stack(parts, axis=1) for parts in zip(*curves, strict=True))
+        series[method] = Lines(*spread(middle), spread(low).low, spread(high).high)
+    return View(key, label, axis, is_log, experiment.bins.steps, _with_values(series))
+
+
+def _switch(experiment: Experiment) -> View:
+    def share(run: Metrics) -> Floats:
+        return 100 * run.switched
+
+    series = _with_values(_of(experiment, share))
+    return View("switched", "switch", "steps switched in %", False, experiment.bins.coarse.steps, series)
+
+
+def _over_epochs(experiment: Experiment, key: str, label: str, axis: str, *, is_log: bool = False) -> View:
+    numbers = [
+        int(record["epoch"]) for run in experiment.metrics.values() for record in run.epochs if _is_epoch(record)
+    ]
+    last = max(numbers, default=0)
+
+    def values(run: Metrics) -> Floats:
+        column = np.full(last, np.nan)
+        for record in run.epochs:
+            if _is_epoch(record) and isinstance(record.get(key), int | float):
+                column[int(record["epoch"]) - 1] = record[key]
+        return column
+
+    return View(key, label, axis, is_log, np.arange(1.0, last + 1), _with_values(_of(experiment, values)))
+
+
+def _of(experiment: Experiment, values: Callable[[Metrics], Floats]) -> dict[str, Lines]:
+    stacks = {
+        method: np.stack([values(run) for run in experiment.of(method).values()], axis=1)
+        for method in experiment.methods
+    }
+    return {method: _whole(spread(stack)) for method, stack in stacks.items()}
+
+
+def _whole(lines: Spread) -> Lines:
+    return Lines(*lines, lines.low, lines.high)
+
+
+def _is_epoch(record: dict[str, object]) -> bool:
+    number = record.get("epoch")
+    return isinstance(number, int) and 1 <= number <= 100_000
+
+
+def _rated(experiment: Experiment) -> list[str]:
+    """Return the methods whose learning rate is worth a line: those with olr, and one that shows the schedule."""
+    rated = [
+        method
+        for method in experiment.methods
+        if any(run.num_switched is not None for run in experiment.of(method).values())
+    ]
+    others = [method for method in experiment.methods if method not in rated]
+    schedule = [BASELINE] if BASELINE in others else others[:1]
+    return sorted([*schedule, *rated], key=method_order)
+
+
+def _with_values(series: dict[str, Lines]) -> dict[str, Lines]:
+    return {method: lines for method, lines in series.items() if not np.isnan(lines.middle).all()}

@@ -1,0 +1,45 @@
+"""The command ``orthocond report``, for the command line to register."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from orthocond.errors import OrthocondError
+from orthocond.lab.report.write import FORMATS, watch_report, write_report
+
+__all__ = ["report"]
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders that train or compare wrote.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file; report.html without.", show_default=False)
+    ] = None,
+    format: Annotated[str, typer.Option("--format", help=f"One of {', '.join(FORMATS)}.")] = "html",  # noqa: A002
+    figures: Annotated[
+        Path | None, typer.Option("--figures", help="Folder for the charts as PNG and SVG.", show_default=False)
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Write it anew while runs are going on, until Ctrl-C.")
+    ] = False,
+    every: Annotated[float, typer.Option("--every", help="Seconds between two looks with --watch.", min=0.1)] = 30.0,
+) -> None:
+    """Write what runs have shown: tables, curves and how far the seeds' noise lets one trust them.
+
+    Example: orthocond report runs/dbn-digits -o report.html
+    """
+    try:
+        if watch and (format != "html" or figures is not None):
+            typer.echo("report --watch writes the page alone; leave out --format and --figures.", err=True)
+            raise typer.Exit(2)
+        if watch:
+            path = watch_report(runs, output, every=every, on_written=lambda path: typer.echo(f"Wrote {path}"))
+        else:
+            path = write_report(runs, output, format=format, figures=figures)
+    except OrthocondError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    typer.echo(f"Wrote {path}")
+    if figures is not None:
+        typer.echo(f"Wrote figures to {figures}")

@@ -1,0 +1,130 @@
+"""The folders of runs: where they are and what their small files say.
+
+A folder is a run if it holds ``config.json``. What can't be read is named, never skipped in silence.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orthocond.errors import ArgumentError
+
+__all__ = ["Run", "canonical_method", "find_runs", "method_order"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run's small files say: its configuration, its environment and how far it came."""
+
+    folder: Path
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    status: dict[str, Any]
+
+    @property
+    def preset(self) -> str:
+        """The preset's name."""
+        return str(self.config.get("preset") or "no preset")
+
+    @property
+    def method(self) -> str:
+        """The method's name, its treatments in one order."""
+        return canonical_method(str(self.config.get("method") or "no method"))
+
+    @property
+    def seed(self) -> str:
+        """The seed."""
+        return str(self.config.get("seed", "no seed"))
+
+    @property
+    def state(self) -> str:
+        """``"finished"``, ``"running"``, ``"interrupted"``, ``"failed"``, or ``"unknown"`` without a status."""
+        return str(self.status.get("state") or "unknown")
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run came to its end, so that its error counts."""
+        return self.state == "finished"
+
+
+def find_runs(folders: Iterable[Path | str]) -> tuple[list[Run], list[str]]:
+    """Return the runs in and below ``folders``, and a sentence for each that can't be read.
+
+    Raises:
+        ArgumentError: a folder doesn't exist, or there is no run in any of them.
+    """
+    paths = [Path(folder) for folder in folders]
+    if not paths:
+        raise ArgumentError("report expected at least one folder, got none; pass the folder that compare wrote.")
+    configs: dict[Path, Path] = {}
+    for folder in paths:
+        if not folder.is_dir():
+            raise ArgumentError(f"report found no folder {str(folder)!r}; pass one that train or compare wrote.")
+        configs.update({path.resolve(): path for path in sorted(folder.rglob("config.json"))})
+    runs, problems = [], []
+    for path in configs.values():
+        try:
+            config = _object_in(path)
+        except (OSError, ValueError) as error:
+            problems.append(f"{path.parent}: config.json can't be read ({error}).")
+            continue
+        small: dict[str, dict[str, Any]] = {}
+        for name in ("environment", "status"):
+            try:
+                small[name] = _object_in(path.with_name(f"{name}.json"))
+            except (OSError, ValueError) as error:
+                problems.append(f"{path.parent}: {name}.json can't be read ({_short(error)}).")
+                small[name] = {}
+        runs.append(Run(path.parent, config, **small))
+    if not runs:
+        where = ", ".join(repr(str(folder)) for folder in paths)
+        unreadable = f" {' '.join(problems)}" if problems else ""
+        raise ArgumentError(
+            f"report found no run in {where}; a run is a folder with a config.json, as train and compare write it."
+            + unreadable
+        )
+    return runs, problems
+
+
+def canonical_method(name: str) -> str:
+    """Return the method's name with its treatments in the paper's order, so that one method has one row.
+
+    Example:
+        >>> canonical_method("svd+olr+ow+nog")
+        'svd+nog+ow+olr'
+    """
+    solver, *treatments = name.split("+")
+    return "+".join([solver, *sorted(dict.fromkeys(treatments), key=lambda name: _place(name, _IN_NAMES))])
+
+
+def method_order(name: str) -> tuple[Any, ...]:
+    """Return the key that sorts methods: bn, newton_schulz, svd, one treatment, then combinations.
+
+    Example:
+        >>> sorted(["svd+nog+ow", "svd", "svd+olr", "bn", "svd+sn"], key=method_order)
+        ['bn', 'svd', 'svd+sn', 'svd+olr', 'svd+nog+ow']
+    """
+    solver, *treatments = name.split("+")
+    first = {"bn": 0, "newton_schulz": 1, "svd": 2}.get(solver, 3)
+    return first, len(treatments), [_place(treatment, _IN_TABLES) for treatment in treatments], name
+
+
+_IN_NAMES = ("nog", "sn", "ol", "ow", "olr", "gauge")
+_IN_TABLES = ("sn", "ol", "ow", "nog", "olr", "gauge")
+
+
+def _place(name: str, order: tuple[str, ...]) -> tuple[int, str]:
+    return (order.index(name) if name in order else len(order), name)
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds {type(value).__name__}, not an object")
+    return value
+
+
+def _short(error: Exception) -> str:
+    return "it is missing" if isinstance(error, FileNotFoundError) else str(error)

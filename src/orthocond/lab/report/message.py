@@ -1,0 +1,83 @@
+"""The report in a few sentences: who has the lowest error, is it beyond the noise, who the lowest condition number."""
+
+import math
+
+from orthocond.lab.report import text
+from orthocond.lab.report.experiments import Experiment
+from orthocond.lab.report.rows import BASELINE, Row
+
+__all__ = ["message_of"]
+
+
+def message_of(experiment: Experiment, rows: list[Row]) -> list[str]:
+    """Return the sentences that stand above an experiment's table."""
+    return [
+        sentence for sentence in (_error(rows), _noise(rows), _condition(rows), _progress(experiment, rows)) if sentence
+    ]
+
+
+def _error(rows: list[Row]) -> str:
+    known = [row for row in rows if row.place_mean == 1]
+    if not known:
+        return ""
+    best = " and ".join(row.method for row in known)
+    row = known[0]
+    have = "have" if len(known) > 1 else "has"
+    runs = f"{row.error.num} seeds" if row.error.num > 1 else "one seed"
+    sentence = f"{best} {have} the lowest validation error, {text.mean_std(row.error)} % over {runs}"
+    difference = row.difference
+    if len(known) > 1 or difference is None or not math.isfinite(difference.mean) or difference.mean >= 0:
+        return sentence + "."
+    sentence += f", {-difference.mean:.2f} points below {BASELINE}"
+    if row.verdict == "unknown":
+        return sentence + "; whether that is more than noise, so few seeds can't tell."
+    interval = f"95% interval {-difference.high:.2f} to {-difference.low:.2f}"
+    return (
+        sentence
+        + {
+            "beyond": f" ({interval}): beyond the noise of the seeds.",
+            "borderline": f" ({interval}): borderline, for it is one of several comparisons.",
+            "within": f" ({interval}): within the noise of the seeds.",
+        }[row.verdict]
+    )
+
+
+def _noise(rows: list[Row]) -> str:
+    compared = [row for row in rows if row.difference is not None]
+    if not any(row.method == BASELINE for row in rows):
+        return f"There are no runs of {BASELINE} to compare with."
+    known = [row for row in compared if row.verdict not in ("", "unknown")]
+    if not known:
+        return ""
+    beyond = [row.difference.mean for row in known if row.difference is not None and row.verdict == "beyond"]
+    if not beyond:
+        many = f"Corrected for {len(known)} comparisons, no" if len(known) > 1 else "No"
+        return f"{many} method differs from {BASELINE} by more than the noise of the seeds."
+    better = sum(mean < 0 for mean in beyond)
+    counts = {"better": better, "worse": len(beyond) - better}
+    told = [f"{count} {'is' if count == 1 else 'are'} {what}" for what, count in counts.items() if count]
+    return f"Of the {len(known)} methods compared with {BASELINE}, {' and '.join(told)} beyond the noise."
+
+
+def _condition(rows: list[Row]) -> str:
+    known = [row for row in rows if math.isfinite(row.conditions["cond_support"].mean)]
+    if not known:
+        return ""
+    best = min(known, key=lambda row: row.conditions["cond_support"].mean)
+    sentence = (
+        f"The lowest condition number at the end of training is {best.method}'s, "
+        f"{text.condition(best.conditions['cond_support'].mean)} on the support"
+    )
+    base = next((row for row in known if row.method == BASELINE and row is not best), None)
+    return sentence + (f" ({BASELINE}: {text.condition(base.conditions['cond_support'].mean)})." if base else ".")
+
+
+def _progress(experiment: Experiment, rows: list[Row]) -> str:
+    runs = list(experiment.runs.values())
+    counts = {
+        "diverged": sum(row.num_diverged for row in rows),
+        "not finished": sum(not run.is_finished for run in runs),
+        "missing": len(experiment.methods) * len(experiment.seeds) - len(runs),
+    }
+    told = [f"{count} {what}" for what, count in counts.items() if count]
+    return f"Of {len(runs) + counts['missing']} runs: {', '.join(told)}." if told else ""

@@ -1,0 +1,158 @@
+"""The rows of the tables: what the seeds of each method say together."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from orthocond.lab.report.experiments import Experiment
+from orthocond.lab.report.metrics import CONDITIONS, Metrics
+from orthocond.lab.report.statistics import Difference, holm, paired_difference
+
+__all__ = ["BASELINE", "VERDICTS", "Estimate", "Row", "rows_of"]
+
+BASELINE = "svd"
+"""The method with which the others are compared."""
+
+VERDICTS = {
+    "beyond": "beyond",
+    "borderline": "borderline",
+    "within": "within",
+    "unknown": "can't tell",
+}
+"""What is said of a difference, measured by the noise of the seeds."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Mean, standard deviation (over ``n - 1``) and range of the finite values of a method's runs; NaN without any."""
+
+    mean: float
+    std: float
+    min: float
+    max: float
+    num: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Estimate":
+        """Return the estimate from one value of each run."""
+        finite = np.array([value for value in values if math.isfinite(value)])
+        if not finite.size:
+            return cls(math.nan, math.nan, math.nan, math.nan, 0)
+        std = float(finite.std(ddof=1)) if finite.size > 1 else math.nan
+        return cls(float(finite.mean()), std, float(finite.min()), float(finite.max()), int(finite.size))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method in an experiment."""
+
+    method: str
+    num_runs: int
+    num_finished: int
+    num_diverged: int
+    """Finished runs whose validation error is not a number; the estimates are without them."""
+    errors: Mapping[str, float]
+    """The validation error in percent after the last epoch, of each finished run by seed."""
+    error: Estimate
+    error5: Estimate
+    """Of the top-5 error."""
+    difference: Difference | None
+    """Of the error to `BASELINE`'s; ``None`` for itself and where it is not there."""
+    p_corrected: float
+    verdict: str
+    """One of `VERDICTS`, or empty without a difference."""
+    place_mean: int | None
+    """1 to 4 if the mean error is among the four lowest."""
+    place_min: int | None
+    conditions: Mapping[str, Estimate]
+    """Each condition number at the end: geometric mean over the finished runs; ``std`` is of the decimal logarithm."""
+    rank: Estimate
+    failures: int
+    """Of the solver, in all runs."""
+    switched: float
+    """The share of all steps in which ``olr`` switched the learning rate; NaN without ``olr``."""
+    seconds: Mapping[str, Estimate]
+    """Of a step, and of it ``forward``, ``backward``, ``update``."""
+    overhead: float
+    """The mean seconds of a step relative to `BASELINE`'s, less 1; NaN where there is none."""
+
+
+def rows_of(experiment: Experiment) -> list[Row]:
+    """Return the experiment's rows in the order of its methods."""
+    methods = experiment.methods
+    errors = {method: _last(experiment.finished(method), "val_error") for method in methods}
+    control = errors.get(BASELINE)
+    differences = [
+        None if control is None or method == BASELINE else paired_difference(errors[method], control)
+        for method in methods
+    ]
+    corrected = holm([math.nan if difference is None else difference.p for difference in differences])
+    estimates = {method: Estimate.of(errors[method].values()) for method in methods}
+    whole = [method for method in methods if all(map(math.isfinite, errors[method].values()))]
+    place_mean = _places({method: estimates[method].mean for method in whole})
+    place_min = _places({method: estimates[method].min for method in whole})
+    base = _seconds(experiment.of(BASELINE))["step"].mean
+    rows = []
+    for method, difference, p in zip(methods, differences, corrected, strict=True):
+        runs, finished = experiment.of(method), experiment.finished(method)
+        olr = [run for run in runs.values() if run.num_switched is not None]
+        switched = sum(run.num_switched or 0 for run in olr) / max(1, sum(run.num_steps for run in olr))
+        seconds = _seconds(runs)
+        rows.append(
+            Row(
+                method=method,
+                num_runs=len(runs),
+                num_finished=len(errors[method]),
+                num_diverged=len(errors[method]) - estimates[method].num,
+                errors=errors[method],
+                error=estimates[method],
+                error5=Estimate.of(_last(finished, "val_error5").values()),
+                difference=difference,
+                p_corrected=p,
+                verdict="" if difference is None else _verdict(difference, p),
+                place_mean=place_mean.get(method),
+                place_min=place_min.get(method),
+                conditions={name: _geometric(run.at_end[name] for run in finished.values()) for name in CONDITIONS},
+                rank=Estimate.of(run.at_end["rank"] for run in finished.values()),
+                failures=sum(run.failures for run in runs.values()),
+                switched=switched if olr else math.nan,
+                seconds=seconds,
+                overhead=seconds["step"].mean / base - 1 if base > 0 else math.nan,
+            )
+        )
+    return rows
+
+
+def _last(runs: Mapping[str, Metrics], name: str) -> dict[str, float]:
+    return {seed: run.last(name) for seed, run in runs.items()}
+
+
+def _verdict(difference: Difference, p_corrected: float) -> str:
+    if math.isnan(difference.p):
+        return "unknown"
+    if p_corrected < 0.05:
+        return "beyond"
+    return "borderline" if difference.p < 0.05 else "within"
+
+
+def _places(values: Mapping[str, float]) -> dict[str, int]:
+    """Return 1 to 4 for the four lowest; equal values have equal places."""
+    finite = {method: value for method, value in values.items() if math.isfinite(value)}
+    places = {method: 1 + sum(other < value for other in finite.values()) for method, value in finite.items()}
+    return {method: place for method, place in places.items() if place <= 4}
+
+
+def _geometric(values: Iterable[float]) -> Estimate:
+    """Return the geometric mean; one infinite value makes it infinite."""
+    known = [value for value in values if value > 0]
+    if any(map(math.isinf, known)):
+        return Estimate(math.inf, math.nan, min(known), math.inf, len(known))
+    logs = Estimate.of(math.log10(value) for value in known)
+    return Estimate(10**logs.mean, logs.std, min(known, default=math.nan), max(known, default=math.nan), logs.num)
+
+
+def _seconds(runs: Mapping[str, Metrics]) -> dict[str, Estimate]:
+    names = ("step", "forward", "backward", "update")
+    return {name: Estimate.of(run.seconds.get(name, math.nan) for run in runs.values()) for name in names}

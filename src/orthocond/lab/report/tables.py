@@ -1,0 +1,131 @@
+"""The tables of an experiment as cells of text, which every format prints alike."""
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from orthocond.lab.report import text
+from orthocond.lab.report.experiments import Experiment
+from orthocond.lab.report.rows import BASELINE, VERDICTS, Row
+
+__all__ = ["Cell", "Table", "config_table", "environment_table", "error_table", "run_table", "time_table"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell: its text, 1 to 4 if it is among the best four, and the verdict that colours it."""
+
+    text: str
+    place: int | None = None
+    verdict: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; its first column names the rows."""
+
+    key: str
+    caption: str
+    header: list[str]
+    rows: list[list[Cell]]
+
+
+def error_table(experiment: Experiment, rows: list[Row]) -> Table:
+    """Return the main table: Tables 1 to 5 of the paper, with what the seeds allow to say."""
+    pooling = experiment.is_pooling
+    header = ["method", "top-1 error %" if pooling else "error %", "min"]
+    header += ["top-5 error %", "min"] if pooling else []
+    header += ["seeds", f"difference to {BASELINE}", "seeds' noise", "cond", "rank", "failures"]
+    lines = []
+    for row in rows:
+        line = [
+            Cell(row.method),
+            Cell(text.mean_std(row.error), row.place_mean),
+            Cell(text.error(row.error.min), row.place_min),
+        ]
+        if pooling:
+            line += [Cell(text.mean_std(row.error5)), Cell(text.error(row.error5.min))]
+        line += [
+            Cell(text.seeds(row)),
+            Cell(text.difference(row)),
+            Cell(VERDICTS.get(row.verdict, text.MISSING), verdict=row.verdict),
+            Cell(text.condition(row.conditions["cond_support"].mean)),
+            Cell(f"{row.rank.mean:.3g}" if math.isfinite(row.rank.mean) else text.MISSING),
+            Cell(str(row.failures)),
+        ]
+        lines.append(line)
+    caption = (
+        "Validation error after the last epoch, in percent: mean ± standard deviation over the seeds, and the lowest. "
+        "The four best of all rows are marked. Condition number on the support and rank: median over the last tenth of "
+        "the steps, geometric mean over the seeds. Failures: retries of the solver, all runs together."
+    )
+    return Table("errors", caption, header, lines)
+
+
+def time_table(rows: list[Row]) -> Table:
+    """Return the time of a step: Table 6 of the paper."""
+    names = ("step", "forward", "backward", "update")
+    header = ["method", *[f"{name} ms" for name in names], f"overhead to {BASELINE}", "steps switched by olr"]
+    lines = []
+    for row in rows:
+        step, *parts = (row.seconds[name] for name in names)
+        cells = [text.milliseconds(step.mean, step.std), *[text.milliseconds(part.mean) for part in parts]]
+        overhead = text.MISSING if row.method == BASELINE else text.percent(row.overhead, "+")
+        lines.append([Cell(value) for value in (row.method, *cells, overhead, text.percent(row.switched))])
+    caption = (
+        "Milliseconds of a training step, without validation: median of each run, mean ± standard deviation over the "
+        "runs. Runs that shared a machine with others are slower for it."
+    )
+    return Table("times", caption, header, lines)
+
+
+def config_table(experiment: Experiment) -> Table:
+    """Return the configuration that the experiment's runs share."""
+    lines = [[Cell(name), Cell(_plain(value))] for name, value in experiment.config.items()]
+    return Table("config", "Configuration of all runs.", ["setting", "value"], lines)
+
+
+def environment_table(experiment: Experiment) -> Table:
+    """Return what the runs ran on; where they differ, each value with its number of runs."""
+    environments = [run.environment for run in experiment.runs.values()]
+    names = [
+        name for name in dict.fromkeys(key for e in environments for key in e) if name not in ("started", "command")
+    ]
+    lines = []
+    for name in names:
+        counts = Counter(_plain(environment.get(name)) for environment in environments)
+        values = [value if len(counts) == 1 else f"{value} ({count} runs)" for value, count in counts.most_common()]
+        lines.append([Cell(name), Cell(", ".join(values))])
+    started = sorted(str(environment["started"]) for environment in environments if environment.get("started"))
+    if started:
+        lines.append([Cell("first and last start"), Cell(f"{text.minute(started[0])} to {text.minute(started[-1])}")])
+    return Table("environment", "Where and when it ran.", ["environment", "value"], lines)
+
+
+def run_table(experiment: Experiment) -> Table:
+    """Return one line for each run."""
+    header = ["method", "seed", "state", "steps", "error %", "started", "minutes", "commit", "folder"]
+    lines = []
+    for method in experiment.methods:
+        for seed, metrics in experiment.of(method).items():
+            run = experiment.runs[method, seed]
+            seconds = run.status.get("seconds")
+            values = (
+                method,
+                seed,
+                run.state,
+                str(metrics.num_steps),
+                text.error(metrics.last("val_error")),
+                text.minute(str(run.environment.get("started") or text.MISSING)),
+                f"{seconds / 60:.1f}" if isinstance(seconds, int | float) else text.MISSING,
+                str(run.environment.get("commit") or text.MISSING)[:10],
+                str(run.folder),
+            )
+            lines.append([Cell(value) for value in values])
+    return Table("runs", "Every run.", header, lines)
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

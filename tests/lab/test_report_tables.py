@@ -1,0 +1,168 @@
+"""The numbers of a report, recomputed from the run folders with numpy alone, and what each format makes of them."""
+
+import csv
+import io
+import json
+import math
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from orthocond.lab.report import read_report, write_report
+from orthocond.lab.report.statistics import holm, paired_difference, t_quantile, t_two_sided
+
+from synthetic_runs import ALL_METHODS, make_run, make_sweep
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_sweep(tmp_path_factory.mktemp("runs") / "sweep", seeds=4)
+
+
+def records(folder: Path, kind: str) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def last_errors(sweep: Path, method: str, name: str = "val_error") -> np.ndarray:
+    folders = sorted((sweep / method).iterdir())
+    return np.array([records(folder, "epoch")[-1][name] for folder in folders])
+
+
+def test_errors_are_those_of_the_metrics(sweep):
+    (section,) = read_report([sweep]).sections
+    assert [row.method for row in section.rows] == [
+        "bn", "newton_schulz", "svd", "svd+sn", "svd+ol", "svd+ow", "svd+nog", "svd+olr", "svd+gauge",
+        "svd+ow+olr", "svd+nog+ol", "svd+nog+ow", "svd+nog+olr", "svd+nog+ow+olr",
+    ]  # fmt: skip
+    errors = {method: last_errors(sweep, method) for method in ALL_METHODS}
+    means = sorted(values.mean() for values in errors.values())
+    minima = sorted(values.min() for values in errors.values())
+    for row in section.rows:
+        values = errors[row.method]
+        assert row.error.num == row.num_runs == 4
+        np.testing.assert_allclose(
+            [row.error.mean, row.error.std, row.error.min],
+            [values.mean(), values.std(ddof=1), values.min()],
+            rtol=1e-12,
+        )
+        top5 = last_errors(sweep, row.method, "val_error5")
+        np.testing.assert_allclose([row.error5.mean, row.error5.min], [top5.mean(), top5.min()], rtol=1e-12)
+        place = means.index(min(means, key=lambda mean: abs(mean - values.mean()))) + 1
+        assert row.place_mean == (place if place <= 4 else None)
+        place = minima.index(values.min()) + 1
+        assert row.place_min == (place if place <= 4 else None)
+
+
+def test_condition_numbers_failures_switches_and_times_are_those_of_the_files(sweep):
+    (section,) = read_report([sweep]).sections
+    base = None
+    for row in sorted(section.rows, key=lambda row: row.method != "svd"):
+        ends, failures, switched, seconds = [], 0, [], []
+        for folder in sorted((sweep / row.method).iterdir()):
+            steps = records(folder, "step")
+            tail = [step["cond_support"] for step in steps if step["step"] > 0.9 * len(steps)]
+            ends.append(np.median(tail) if tail[0] is not None else np.nan)
+            failures += sum(step["failures"] for step in steps)
+            switched += [step["switched"] for step in steps if step["switched"] is not None]
+            times = [json.loads(line) for line in (folder / "times.jsonl").read_text().splitlines()]
+            seconds.append(np.median([time["seconds"] / time["steps"] for time in times]))
+        base = np.mean(seconds) if row.method == "svd" else base
+        np.testing.assert_allclose(row.conditions["cond_support"].mean, np.exp(np.mean(np.log(ends))), rtol=1e-9)
+        assert row.failures == failures
+        np.testing.assert_allclose(row.switched, np.mean(switched) if switched else np.nan, rtol=1e-12)
+        np.testing.assert_allclose(row.seconds["step"].mean, np.mean(seconds), rtol=1e-12)
+        np.testing.assert_allclose(row.overhead, np.mean(seconds) / base - 1, rtol=1e-9, atol=1e-12)
+
+
+def test_differences_are_scipys_paired_test(sweep):
+    (section,) = read_report([sweep]).sections
+    control = last_errors(sweep, "svd")
+    ps, ours = [], []
+    for row in section.rows:
+        if row.method == "svd":
+            assert row.difference is None
+            continue
+        expected = stats.ttest_rel(last_errors(sweep, row.method), control)
+        interval = expected.confidence_interval(0.95)
+        difference = row.difference
+        np.testing.assert_allclose(
+            [difference.p, difference.low, difference.high], [expected.pvalue, interval.low, interval.high], rtol=1e-8
+        )
+        ps.append(expected.pvalue)
+        ours.append(row)
+    order = np.argsort(ps)
+    corrected = np.maximum.accumulate(np.minimum(1, np.sort(ps) * np.arange(len(ps), 0, -1)))
+    for position, index in enumerate(order):
+        np.testing.assert_allclose(ours[index].p_corrected, corrected[position], rtol=1e-8)
+        verdict = "beyond" if corrected[position] < 0.05 else "borderline" if ps[index] < 0.05 else "within"
+        assert ours[index].verdict == verdict
+    assert {"beyond", "within"} <= {row.verdict for row in ours}
+
+
+@pytest.mark.parametrize("df", [1, 2, 3, 4, 5, 9, 10, 49, 200])
+def test_students_t_is_scipys(df):
+    for t in (0.0, 1e-3, 0.5, 2.0, 12.7, 60.0):
+        np.testing.assert_allclose(t_two_sided(t, df), 2 * stats.t.sf(t, df), rtol=1e-9, atol=1e-13)
+    for confidence in (0.5, 0.95, 0.999):
+        np.testing.assert_allclose(t_quantile(confidence, df), stats.t.ppf((1 + confidence) / 2, df), rtol=1e-8)
+
+
+def test_few_or_equal_pairs_tell_nothing():
+    assert paired_difference({"0": 1.0}, {"1": 2.0}).num_pairs == 0
+    one = paired_difference({"0": 1.0, "1": math.nan}, {"0": 2.0, "1": 2.0})
+    assert (one.mean, one.num_pairs) == (-1.0, 1)
+    assert math.isnan(one.p)
+    same = paired_difference({"0": 1.1, "1": 2.1, "2": 3.1}, {"0": 1.0, "1": 2.0, "2": 3.0})
+    assert math.isnan(same.p)
+    assert math.isnan(holm([math.nan, 0.01])[0])
+
+
+def test_csv_and_json_hold_every_digit(sweep, tmp_path):
+    table = write_report([sweep], tmp_path / "report.csv", format="csv").read_text()
+    content = json.loads(write_report([sweep], tmp_path / "report.json", format="json").read_text())
+    rows = {row["method"]: row for row in csv.DictReader(io.StringIO(table))}
+    for method in content["experiments"][0]["methods"]:
+        values = last_errors(sweep, method["method"])
+        assert float(rows[method["method"]]["error_mean"]) == method["error"]["mean"] == values.mean()
+        assert [method["errors"][str(seed)] for seed in range(4)] == values.tolist()
+    assert rows["bn"]["cond_support"] == ""
+    assert len(content["experiments"][0]["runs"]) == 4 * len(ALL_METHODS)
+
+
+def test_markdown_and_latex_mark_the_best_four(sweep, tmp_path):
+    markdown = write_report([sweep], tmp_path / "report.md", format="md").read_text()
+    latex = write_report([sweep], tmp_path / "report.tex", format="latex").read_text()
+    (section,) = read_report([sweep]).sections
+    best = next(row for row in section.rows if row.place_mean == 1)
+    assert f"**{best.error.mean:.2f} ± {best.error.std:.2f}** ¹" in markdown
+    red = rf"\textbf{{\textcolor{{red}}{{{best.error.mean:.2f} $\pm$ {best.error.std:.2f}}}}}"
+    assert red in latex
+    assert latex.count(r"\textcolor{cyan}") == 2  # mean and min
+
+
+def test_pooling_shows_top_5(tmp_path):
+    sweep = make_sweep(tmp_path / "runs", ("svd", "svd+nog"), 2, preset="gcp-digits")
+    text = write_report([sweep], tmp_path / "report.md", format="md").read_text()
+    top5 = last_errors(sweep, "svd+nog", "val_error5")
+    assert "top-5 error %" in text
+    assert f"{top5.mean():.2f} ± {top5.std(ddof=1):.2f}" in text
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
+def test_latex_compiles(sweep, tmp_path):
+    hostile = r"""<script>\input{/etc/passwd}</script> & 50% of $x_1^2$ #~{[ "é" 雪 |"""
+    make_run(tmp_path / "hostile", "svd", 0, preset=hostile)
+    write_report([sweep, tmp_path / "hostile"], tmp_path / "tables.tex", format="latex")
+    (tmp_path / "paper.tex").write_text(
+        r"\documentclass{article}\usepackage[T1]{fontenc}\usepackage{booktabs,xcolor,graphicx}"
+        r"\begin{document}\input{tables.tex}\end{document}"
+    )
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert (tmp_path / "paper.pdf").stat().st_size > 10_000
