@@ -221,7 +221,7 @@ def test_unfinished_failed_missing_and_doubled_runs_are_named(tmp_path):
     notes = "\n".join(section.experiment.notes)
     assert "svd+nog, seed 1: failed at step 75 of 150" in notes
     assert "The covariance holds NaN; its error is not in the table." in notes
-    assert "svd+ow, seed 0: running at step 75 of 150" in notes
+    assert "svd+ow, seed 0: killed at step 75 of 150" in notes  # no process is there
     assert "Seed 2 is missing for svd+ow, svd+nog." in notes
     assert "svd, seed 0 was run twice" in notes
     assert any("odd" in problem for problem in report.problems)
@@ -298,8 +298,8 @@ def test_watching_writes_again_when_a_run_changed(tmp_path, monkeypatch):
     path = watch_report([run], tmp_path / "report.html", on_written=lambda path: written.append(path.read_text()))
     assert len(written) == 2
     assert 'http-equiv="refresh"' in written[0]
-    assert "running at step" in written[0]
-    assert "running at step" not in written[1]
+    assert "killed at step" in written[0]
+    assert "killed at step" not in written[1]
     assert 'http-equiv="refresh"' not in path.read_text()
 
 

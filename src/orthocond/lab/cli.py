@@ -1,4 +1,4 @@
-"""The command line: ``orthocond train``, ``demo``, ``presets``, ``methods``."""
+"""The command line: ``orthocond demo``, ``train``, ``compare``, ``report``, ``presets``, ``methods``."""
 
 import dataclasses
 import inspect
@@ -20,6 +20,8 @@ from orthocond.lab.data import load_data
 from orthocond.lab.display import Display, LiveDisplay, PlainDisplay
 from orthocond.lab.methods import ALL, DEMO, PAPER, method, method_list
 from orthocond.lab.presets import PRESETS, preset
+from orthocond.lab.report import write_report
+from orthocond.lab.report.command import report
 from orthocond.lab.runs import DivergedError, read_config
 
 __all__ = ["app", "main"]
@@ -169,6 +171,10 @@ def demo_command(
         + (f"{left} of {len(runs)} runs to do" if left else f"all done before, in {out}")
     )
     carry_out(runs, LocalEngine(jobs))
+    console.print(f"The report: {write_report([out], out / 'report.html').resolve().as_uri()}")
+
+
+app.command("report", epilog="Example: orthocond report runs/sweep -o report.html")(report)
 
 
 @app.command("presets")

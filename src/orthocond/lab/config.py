@@ -17,7 +17,7 @@ from orthocond.linalg import GRADIENTS
 from orthocond.nn import KINDS
 from orthocond.optim import RULES
 
-__all__ = ["PRECISIONS", "SCHEDULES", "Config", "changed", "from_json", "from_toml", "parsed"]
+__all__ = ["PLACE", "PRECISIONS", "SCHEDULES", "Config", "changed", "from_json", "from_toml", "parsed"]
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 SCHEDULES = {
@@ -116,6 +116,9 @@ class Config:
         """Return the configuration as text, a line for each setting."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
+
+PLACE = frozenset(field.name for field in dataclasses.fields(Config) if field.metadata.get("place"))
+"""The settings that are about where a run happens: a resumed run may change them."""
 
 _LEAST = {
     **dict.fromkeys(("pad", "workers", "seed"), 0),

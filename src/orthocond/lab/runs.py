@@ -32,7 +32,6 @@ __all__ = [
     "RunError",
     "RunFolder",
     "environment",
-    "find_runs",
     "is_alive",
     "read_config",
     "read_records",
@@ -71,13 +70,16 @@ class RunFolder:
             self._lock = (self.path / "run.lock").open("a+")
         except OSError as error:
             raise RunError(f"can't write to {self.path} ({error.strerror}); choose another folder by --out.") from None
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise RunError(
-                f"a run in {self.path} is going on in another process; wait for it, or choose another folder by --out."
-            ) from None
+        for _ in range(5):  # who only asks whether it is held holds it for a moment
+            try:
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                time.sleep(0.1)
+        self._lock.close()
+        raise RunError(
+            f"a run in {self.path} is going on in another process; wait for it, or choose another folder by --out."
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -224,11 +226,6 @@ class RunFolder:
             f"can't write {what} to {self.path} ({error.strerror}); what was written before is intact: make room, and "
             "continue by --resume."
         )
-
-
-def find_runs(root: Path | str) -> list[Path]:
-    """Return the folders of runs at and below a folder, in order."""
-    return sorted(file.parent for file in Path(root).rglob("config.json"))
 
 
 def is_alive(path: Path | str) -> bool:

@@ -24,7 +24,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from orthocond import ConditionMonitor, treat
 from orthocond.errors import ArgumentError, NonFiniteError, OrthocondError, OrthocondWarning
-from orthocond.lab.config import Config
+from orthocond.lab.config import PLACE, Config
 from orthocond.lab.data import Data, Part, load_data
 from orthocond.lab.display import Display, Silent
 from orthocond.lab.methods import method
@@ -455,7 +455,7 @@ def _check_folder(folder: RunFolder, config: Config, resume: bool) -> None:
     stored = read_config(folder.path)
     for field in fields(Config):
         before, now = getattr(stored, field.name), getattr(config, field.name)
-        if before != now and not field.metadata.get("place"):
+        if before != now and field.name not in PLACE:
             raise RunError(
                 f"the run in {folder.path} was begun with {field.name} {before}, not {now}; resume it as it was, or "
                 "choose another folder by --out."

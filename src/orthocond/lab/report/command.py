@@ -25,10 +25,7 @@ def report(
     ] = False,
     every: Annotated[float, typer.Option("--every", help="Seconds between two looks with --watch.", min=0.1)] = 30.0,
 ) -> None:
-    """Write what runs have shown: tables, curves and how far the seeds' noise lets one trust them.
-
-    Example: orthocond report runs/dbn-digits -o report.html
-    """
+    """Write what runs have shown: tables, curves and how far the seeds' noise lets one trust them."""
     try:
         if watch and (format != "html" or figures is not None):
             typer.echo("report --watch writes the page alone; leave out --format and --figures.", err=True)

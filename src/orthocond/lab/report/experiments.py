@@ -5,14 +5,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from orthocond.lab.config import PLACE
 from orthocond.lab.report.folders import Run, method_order
 from orthocond.lab.report.metrics import Bins, Metrics, bins_for, read_metrics
 
 __all__ = ["FREE", "Experiment", "experiments_of"]
 
-FREE = frozenset(
-    {"method", "seed", "data", "accelerator", "devices", "nodes", "workers", "threads", "checkpoint_every"}
-)
+FREE = frozenset({"method", "seed", *PLACE})
 """The fields of a configuration in which the runs of one experiment may differ."""
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from orthocond.errors import ArgumentError
+from orthocond.lab.methods import ORDER
+from orthocond.lab.runs import is_alive
 
 __all__ = ["Run", "canonical_method", "find_runs", "method_order"]
 
@@ -40,8 +42,9 @@ class Run:
 
     @property
     def state(self) -> str:
-        """``"finished"``, ``"running"``, ``"interrupted"``, ``"failed"``, or ``"unknown"`` without a status."""
-        return str(self.status.get("state") or "unknown")
+        """What the status says, ``"killed"`` for a run that says it runs and doesn't, or ``"unknown"`` without one."""
+        state = str(self.status.get("state") or "unknown")
+        return "killed" if state == "running" and not is_alive(self.folder) else state
 
     @property
     def is_finished(self) -> bool:
@@ -96,7 +99,7 @@ def canonical_method(name: str) -> str:
         'svd+nog+ow+olr'
     """
     solver, *treatments = name.split("+")
-    return "+".join([solver, *sorted(dict.fromkeys(treatments), key=lambda name: _place(name, _IN_NAMES))])
+    return "+".join([solver, *sorted(dict.fromkeys(treatments), key=lambda name: _place(name, ORDER))])
 
 
 def method_order(name: str) -> tuple[Any, ...]:
@@ -111,7 +114,6 @@ def method_order(name: str) -> tuple[Any, ...]:
     return first, len(treatments), [_place(treatment, _IN_TABLES) for treatment in treatments], name
 
 
-_IN_NAMES = ("nog", "sn", "ol", "ow", "olr", "gauge")
 _IN_TABLES = ("sn", "ol", "ow", "nog", "olr", "gauge")
 
 
