@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from orthocond.lab.config import PLACE
+from orthocond.lab.config import PLACE, Config
 from orthocond.lab.report.folders import Run, method_order
 from orthocond.lab.report.metrics import Bins, Metrics, bins_for, read_metrics
 
@@ -13,6 +13,8 @@ __all__ = ["FREE", "Experiment", "experiments_of"]
 
 FREE = frozenset({"method", "seed", *PLACE})
 """The fields of a configuration in which the runs of one experiment may differ."""
+
+_DEFAULTS = {field.name: field.default for field in fields(Config) if field.default is not MISSING}
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ def experiments_of(runs: Iterable[Run]) -> list[Experiment]:
     """Return the experiments that ``runs`` make up, by preset; runs of different configurations are never mixed."""
     presets: dict[str, dict[str, list[Run]]] = {}
     for run in runs:
-        shared = {name: value for name, value in run.config.items() if name not in FREE}
+        # A setting that is younger than a run had its default value then.
+        shared = {name: value for name, value in {**_DEFAULTS, **run.config}.items() if name not in FREE}
         identity = json.dumps(shared, sort_keys=True, default=str)
         presets.setdefault(run.preset, {}).setdefault(identity, []).append(run)
     experiments = []
