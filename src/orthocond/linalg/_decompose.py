@@ -15,6 +15,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # documented
 
 from orthocond.errors import NonFiniteError, SolverError
 from orthocond.linalg._precision import widen
+from orthocond.linalg._threads import eigh
 
 __all__ = ["DECOMPOSITIONS", "check_finite", "count_failure", "decompose", "solver_failures", "svd"]
 
@@ -91,11 +92,6 @@ def _(A: Tensor, method: str) -> tuple[Tensor, Tensor]:
     return A.new_empty(A.shape[:-1]), A.new_empty(A.shape)
 
 
-def _by_eigh(A: Tensor) -> tuple[Tensor, Tensor]:
-    eigenvalues, eigenvectors = torch.linalg.eigh(A)
-    return eigenvalues, eigenvectors
-
-
 def _by_svd(A: Tensor) -> tuple[Tensor, Tensor]:
     # A symmetric matrix has u_i = sign(l_i) v_i; below rounding the sign means nothing, and neither does l_i.
     left, singular_values, right = torch.linalg.svd(A)
@@ -104,7 +100,7 @@ def _by_svd(A: Tensor) -> tuple[Tensor, Tensor]:
     return eigenvalues, left.gather(-1, order.unsqueeze(-2).expand_as(left))
 
 
-DECOMPOSITIONS: Mapping[str, Decomposition] = {"eigh": _by_eigh, "svd": _by_svd}
+DECOMPOSITIONS: Mapping[str, Decomposition] = {"eigh": eigh, "svd": _by_svd}
 
 
 def _attempts(A: Tensor, method: str) -> Iterator[tuple[str, str, Decomposition]]:
