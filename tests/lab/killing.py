@@ -1,6 +1,7 @@
-"""Kill a run with SIGKILL at random moments, resume it each time, and compare what is left with an undisturbed run.
+"""Kill runs with SIGKILL at random moments, resume them, and compare what is left with undisturbed ones.
 
-python tests/lab/killing.py 20
+python tests/lab/killing.py 20          one run, killed twenty times
+python tests/lab/killing.py sweep 30    thirty runs, every fifth of them killed at each try, then the sweep once more
 """
 
 import os
@@ -9,10 +10,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import torch
+from rich.console import Console
+
+from orthocond.lab.compare import LocalEngine, compare, plan
+from orthocond.lab.presets import preset
+from orthocond.lab.runs import read_records
 
 COMMAND = [sys.executable, "-m", "orthocond", "train"]
 SETTINGS = [
@@ -84,10 +91,51 @@ def _same(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
 
 
+class KillingEngine(LocalEngine):
+    """Kills some of the runs at a random moment of each of their first tries."""
+
+    def __init__(self, jobs, victims, tries, seed):
+        super().__init__(jobs)
+        self.victims, self.tries, self.moments, self.kills = victims, tries, random.Random(seed), 0
+
+    def start(self, run):
+        handle = super().start(run)
+        if run in self.victims and run.tries <= self.tries:
+            self.kills += 1
+            threading.Timer(self.moments.uniform(0.5, 4), handle._process.kill).start()
+        return handle
+
+
+def faults(runs, steps: int) -> list[str]:
+    """Return what is lost or doubled in the records of runs."""
+    found = [
+        run.name for run in runs if [r["step"] for r in read_records(run.folder, "step")] != list(range(1, steps + 1))
+    ]
+    return found + [run.name for run in runs if not run.is_finished]
+
+
+def _one_run(kills: int, folder: Path) -> None:
+    whole, broken = folder / "whole", folder / "broken"
+    finish(whole)
+    sizes = killed_and_resumed(broken, kills, seed=0)
+    print("metrics.jsonl at each kill:", sizes, "of", (whole / "metrics.jsonl").stat().st_size)
+    print("differences:", differences(whole, broken) or "none")
+
+
+def _sweep(num_runs: int, folder: Path) -> None:
+    methods = ["svd", "svd+nog", "bn"]
+    config = preset("dbn-digits")
+    for title in ("with kills", "restarted"):
+        runs = plan(config, methods, num_runs // len(methods), folder)
+        engine = KillingEngine(2, runs[::5] if title == "with kills" else [], tries=2, seed=0)
+        failed = compare(runs, engine, Console(quiet=True))
+        print(f"{title}: {engine.kills} kills, {len(runs) - len(failed)} of {len(runs)} runs finished")
+    print("lost or doubled:", faults(runs, 330) or "none", "- folders:", len(list(folder.rglob("config.json"))))
+
+
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        whole, broken = Path(folder) / "whole", Path(folder) / "broken"
-        finish(whole)
-        sizes = killed_and_resumed(broken, int(sys.argv[1]), seed=0)
-        print("metrics.jsonl at each kill:", sizes, "of", (whole / "metrics.jsonl").stat().st_size)
-        print("differences:", differences(whole, broken) or "none")
+    with tempfile.TemporaryDirectory() as temporary:
+        if sys.argv[1] == "sweep":
+            _sweep(int(sys.argv[2]), Path(temporary))
+        else:
+            _one_run(int(sys.argv[1]), Path(temporary))

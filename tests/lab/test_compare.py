@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import random
 import signal
 import statistics
 import subprocess
@@ -20,7 +19,9 @@ from orthocond.lab import main
 from orthocond.lab.compare import LocalEngine, RayEngine, compare, plan, summary
 from orthocond.lab.config import changed
 from orthocond.lab.presets import preset
-from orthocond.lab.runs import read_records
+from orthocond.lab.runs import RunError, read_records
+
+from killing import KillingEngine, faults
 
 SHORT = changed(preset("dbn-digits"), {"steps": 12, "val_images": 50, "accelerator": "cpu", "checkpoint_every": 2})
 
@@ -77,20 +78,11 @@ def test_a_run_that_fails_is_tried_again_and_does_not_stop_the_others(tmp_path):
 def test_runs_that_are_killed_at_random_are_all_done_in_the_end(tmp_path):
     """Every third run is killed once: the sweep tries it again by itself."""
     runs = plan(SHORT, ["svd+nog", "bn", "svd+gauge"], 2, tmp_path)
-    moments, victims = random.Random(0), runs[::3]
-
-    class Killing(LocalEngine):
-        def start(self, run):
-            handle = super().start(run)
-            if run in victims and run.tries == 1:
-                threading.Timer(moments.uniform(0.5, 4), handle._process.kill).start()
-            return handle
-
-    assert compare(runs, Killing(2), quiet()) == []
+    engine = KillingEngine(2, runs[::3], tries=1, seed=0)
+    assert compare(runs, engine, quiet()) == []
+    assert engine.kills == 2
+    assert faults(runs, 12) == []
     assert len(list(tmp_path.rglob("config.json"))) == 6
-    for run in runs:
-        assert [record["step"] for record in read_records(run.folder, "step")] == list(range(1, 13))
-        assert len(read_records(run.folder, "epoch")) == 1
 
 
 @pytest.mark.timeout(200)
@@ -145,6 +137,35 @@ def holder(folder: Path) -> int:
     raise AssertionError("nobody holds the lock")
 
 
+@pytest.mark.timeout(200)
+def test_a_sweep_of_runs_on_two_devices_each(tmp_path):
+    done = subprocess.run(
+        command("--methods", "svd", "--seeds", "1", "--devices", "2", "--out", tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "svd" / "seed-0" / "environment.json").read_text())["world_size"] == 2
+    assert "compare dbn-digits" in (tmp_path / "svd" / "seed-0" / "environment.json").read_text()
+
+
+def test_runs_of_another_configuration_are_not_taken_for_these(tmp_path, capsys, monkeypatch):
+    runs = plan(SHORT, ["bn"], 1, tmp_path)
+    assert compare(runs, LocalEngine(1), quiet()) == []
+    with pytest.raises(RunError, match=r"was begun with learning_rate 0\.1, not 0\.5"):
+        compare(plan(changed(SHORT, {"learning_rate": 0.5}), ["bn"], 1, tmp_path), LocalEngine(1), quiet())
+
+
+def test_a_shard_without_runs_has_nothing_to_do(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["orthocond", *command("--methods", "bn", "--seeds", "1", "--shard", "8/8")[3:]])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert "nothing to do" in capsys.readouterr().out
+
+
 def test_the_table_while_runs_are_going_on(tmp_path):
     runs = plan(SHORT, ["svd", "bn"], 2, tmp_path)
     console = Console(file=io.StringIO(), width=100)
@@ -159,7 +180,8 @@ def test_the_table_while_runs_are_going_on(tmp_path):
         (["--methods", "svd+nogg"], "Did you mean 'svd+nog'"),
         (["--shard", "9/8"], "--shard takes a number and how many there are"),
         (["--engine", "rai"], "Did you mean 'ray'"),
-        (["--method", "svd"], "compare takes --methods, not --method"),
+        (["--method", "svd"], "compare takes --methods, not a single method"),
+        (["--engine", "ray", "--devices", "2"], "a run on a Ray cluster has one device"),
         (["--dataset", "uoft-cs/cifar10", "--data", "/nowhere"], "there is no folder /nowhere"),
     ],
 )

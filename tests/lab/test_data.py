@@ -155,7 +155,7 @@ def test_missing_and_wrong_data_is_said_in_a_sentence(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ArgumentError, match="neither parquet files nor image folders"):
         load_data(config(tmp_path / "empty"))
-    with pytest.raises(ArgumentError, match="no test or validation or valid or val split, only train"):
+    with pytest.raises(ArgumentError, match="no validation or valid or val or test split, only train"):
         load_data(config(write_parquet(tmp_path / "half", {"train": 4})))
     with pytest.raises(ArgumentError, match="has 3 classes and the configuration 10"):
         load_data(config(write_parquet(tmp_path / "other", {"train": 4, "test": 4}), num_classes=10))
@@ -175,6 +175,22 @@ def test_missing_and_wrong_data_is_said_in_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda name: (_ for _ in ()).throw(ConnectionError("no network")))
     with pytest.raises(ArgumentError, match="hf download uoft-cs/cifar10 --repo-type dataset --local-dir DIR"):
         load_data(preset("dbn-cifar10"))
+
+
+def test_imagenet_is_validated_with_its_labelled_split(tmp_path):
+    folder = tmp_path / "train"  # a name that is no split's
+    write_parquet(folder, {f"{split}-00000-of-00001": 6 for split in ("train", "validation", "test")})
+    rows = {"img": [{"bytes": png(picture(0)), "path": None}] * 3, "label": [-1] * 3}
+    datasets.Dataset.from_dict(rows).to_parquet(str(folder / "test-00000-of-00001.parquet"))
+    for settings in ({}, {"resize": 8, "crop": 6, "workers": 0}):
+        data = load_data(config(folder, **settings))
+        assert (data.num_train, data.num_val) == (6, 6)
+        ((_, labels),) = data.val_batches(Part(), CPU)
+        assert labels.tolist() == [0, 1, 2, 0, 1, 2]
+    (folder / "validation-00000-of-00001.parquet").unlink()
+    for settings in ({}, {"resize": 8, "crop": 6}):
+        with pytest.raises(ArgumentError, match="images without a label"):
+            load_data(config(folder, **settings))
 
 
 def test_images_of_different_sizes_are_told_how_to_be_used(tmp_path):

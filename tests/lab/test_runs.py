@@ -59,6 +59,29 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, dama
         assert folder.load_checkpoint()["step"] == 3
 
 
+def test_dying_again_and_again_in_the_middle_of_a_checkpoint_loses_none(tmp_path, monkeypatch):
+    with begun(tmp_path) as folder:
+        folder.save_checkpoint(state(1))
+        folder.save_checkpoint(state(2))
+        replace = os.replace
+
+        def die(source, target):
+            if str(target).endswith(".pt"):
+                raise KeyboardInterrupt
+            replace(source, target)
+
+        for step in range(3, 40):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "replace", die)
+                with pytest.raises(KeyboardInterrupt):
+                    folder.save_checkpoint(state(step))
+            assert folder.load_checkpoint()["step"] == 2
+        folder.save_checkpoint(state(40))
+        assert folder.load_checkpoint()["step"] == 40
+        assert not folder.warnings
+        assert len(json.loads((tmp_path / "checkpoint.json").read_text())) < 25
+
+
 def test_nothing_is_unpickled(tmp_path):
     class Evil:
         def __reduce__(self):

@@ -206,6 +206,52 @@ def test_two_processes_have_the_losses_of_one(tmp_path):
     assert abs(a["train_loss"] - b["train_loss"]) < 1e-6
 
 
+@pytest.mark.timeout(200)
+def test_two_processes_go_on_bit_for_bit(tmp_path):
+    settings = ["--epochs", "2", "--devices", "2"]
+    for name in ("whole", "parts"):
+        process = start(tmp_path / name, *settings)
+        metrics = tmp_path / name / "metrics.jsonl"
+        if name == "parts":
+            while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+                time.sleep(0.002)
+            process.send_signal(signal.SIGINT)
+            errors = process.communicate(timeout=100)[1]
+            assert process.returncode == 130, errors
+            process = start(tmp_path / name, *settings)
+        errors = process.communicate(timeout=100)[1]
+        assert process.returncode == 0, errors
+    assert differences(tmp_path / "whole", tmp_path / "parts") == []
+
+
+def test_streamed_data_goes_on_bit_for_bit(tmp_path, images):
+    settings = {"data": str(images), "num_classes": 2, "workers": 0, "resize": 16, "crop": 12, "batch_size": 2}
+    config = changed(preset("dbn-cifar10-small"), {**settings, "epochs": 3, "accelerator": "cpu"})
+    train(config, tmp_path / "whole")
+
+    class Interrupting(Silent):
+        def step(self, record):
+            if record["step"] == 6:
+                signal.raise_signal(signal.SIGTERM)
+
+    config = changed(config, {"checkpoint_every": 3})
+    assert train(config, tmp_path / "parts", display=Interrupting()).state == "interrupted"
+    train(config, tmp_path / "parts", resume=True)
+    assert set(differences(tmp_path / "whole", tmp_path / "parts")) <= {".config.checkpoint_every"}
+
+
+def test_what_is_refused_leaves_no_run_behind(tmp_path):
+    with pytest.raises(ArgumentError, match="gauge needs"):
+        train(changed(preset("gcp-digits"), {"method": "svd+gauge"}), tmp_path / "run")
+    train(changed(preset("gcp-digits"), {"steps": 2, "val_images": 10}), tmp_path / "run")
+
+
+def test_weights_that_are_not_finite_stop_it_before_validation(tmp_path):
+    config = changed(preset("gcp-digits"), {"steps": 1, "learning_rate": 1e38, "accelerator": "cpu"})
+    with pytest.raises(DivergedError, match="training stopped at step 1"):
+        train(config, tmp_path / "run")
+
+
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     process = start(tmp_path / "run", "--epochs", "1000")
     metrics = tmp_path / "run" / "metrics.jsonl"

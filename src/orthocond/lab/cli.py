@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +14,21 @@ from rich.table import Table
 
 import orthocond
 from orthocond.errors import ArgumentError, OrthocondError, check_choice
-from orthocond.lab.compare import ENGINES, Engine, LocalEngine, RayEngine, Run, compare, folder_of, plan, summary
+from orthocond.lab.compare import (
+    ENGINES,
+    Engine,
+    LocalEngine,
+    RayEngine,
+    Run,
+    compare,
+    folder_of,
+    num_cores,
+    plan,
+    summary,
+)
 from orthocond.lab.config import Config, changed, from_toml
 from orthocond.lab.data import load_data
-from orthocond.lab.display import Display, LiveDisplay, PlainDisplay
+from orthocond.lab.display import Display, LiveDisplay, PlainDisplay, is_first_process
 from orthocond.lab.methods import ALL, DEMO, PAPER, method, method_list
 from orthocond.lab.presets import PRESETS, preset
 from orthocond.lab.report import write_report
@@ -108,9 +119,8 @@ def train_command(
         return
     console = Console(soft_wrap=True, highlight=False, markup=False)
     if outcome.state == "interrupted":
-        console.print(
-            f"stopped at step {outcome.step}; continue by: orthocond train {preset_name} --resume --out {folder}"
-        )
+        command = shlex.join(["orthocond", "train", preset_name, "--resume", "--out", str(folder)])
+        console.print(f"stopped at step {outcome.step}; continue by: {command}")
         raise typer.Exit(130)
     error = "" if outcome.val_error is None else f"validation error {outcome.val_error:.2f}%, "
     console.print(f"{error}{outcome.step} steps, in {folder}")
@@ -137,10 +147,12 @@ def compare_command(
     gpus: Annotated[float, typer.Option(help="Of a run on the Ray cluster.", min=0)] = 0,
 ) -> None:
     """Run methods x seeds; started again, it does only what is missing."""
-    if "method" in settings:
-        raise ArgumentError("compare takes --methods, not --method.")
     given = {**(from_toml(config) if config is not None else {}), **settings}
+    if "method" in given:
+        raise ArgumentError("compare takes --methods, not a single method.")
     chosen = changed(preset(preset_name), given)
+    if chosen.data is not None:  # a run may be elsewhere
+        chosen = dataclasses.replace(chosen, data=str(Path(chosen.data).resolve()))
     check_choice(engine, ENGINES, "engine", "compare")
     runs = plan(
         chosen,
@@ -149,6 +161,11 @@ def compare_command(
         out or Path("runs") / chosen.preset,
         _shard(shard),
     )
+    if engine == "ray" and (chosen.nodes > 1 or chosen.devices != "1"):
+        raise ArgumentError("a run on a Ray cluster has one device; leave out --devices and --nodes.")
+    if not runs:
+        print(f"there is no run for the shard {shard}; nothing to do")
+        return
     if any(not run.is_finished for run in runs):
         load_data(chosen)  # what is wrong with it is said once
     carry_out(runs, RayEngine(address, cpus, gpus) if engine == "ray" else LocalEngine(jobs))
@@ -159,7 +176,7 @@ def demo_command(
     out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/demo"),
     methods: Annotated[str, typer.Option(help="What to compare.")] = ",".join(DEMO),
     seeds: Annotated[int, typer.Option(help="Runs of each method.", min=1)] = 3,
-    jobs: Annotated[int, typer.Option(help="Runs at a time.", min=1)] = max(1, min(4, os.cpu_count() or 1)),
+    jobs: Annotated[int, typer.Option(help="Runs at a time.", min=1)] = min(4, num_cores()),
 ) -> None:
     """Compare methods on the embedded digits: a few minutes, no network."""
     chosen = method_list(methods)
@@ -230,11 +247,6 @@ def display() -> Display:
     return LiveDisplay(console) if console.is_terminal else PlainDisplay(console)
 
 
-def is_first_process() -> bool:
-    """Return whether this is the process that speaks for all of a run."""
-    return all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "RANK", "SLURM_PROCID"))
-
-
 def main() -> None:
     """Run the command line; a user's mistake is one sentence and exit code 2."""
     try:
@@ -244,4 +256,13 @@ def main() -> None:
             print(f"orthocond: {error}", file=sys.stderr)
         sys.exit(1 if isinstance(error, DivergedError) else 2)
     except KeyboardInterrupt:
+        if is_first_process():
+            print(
+                "orthocond: stopped; the same command goes on from the last checkpoint (train: --resume)",
+                file=sys.stderr,
+            )
         sys.exit(130)
+    except RuntimeError as error:
+        if is_first_process():
+            raise
+        sys.exit(f"orthocond: a process of the run ended: {str(error).partition(chr(10))[0]}")

@@ -1,7 +1,6 @@
 """Methods x seeds, each run in a folder of its own, several at a time, until all of them are done."""
 
 import dataclasses
-import json
 import logging
 import os
 import statistics
@@ -21,7 +20,7 @@ from rich.table import Table
 from orthocond.errors import ArgumentError
 from orthocond.lab.config import Config
 from orthocond.lab.display import number
-from orthocond.lab.runs import RunError, read_records, read_status
+from orthocond.lab.runs import RunError, check_same_run, command, read_records, read_status
 
 __all__ = ["ENGINES", "Engine", "Handle", "LocalEngine", "RayEngine", "Run", "compare", "plan", "summary"]
 
@@ -91,7 +90,7 @@ class LocalEngine:
 
     def __init__(self, jobs: int) -> None:
         self.slots = jobs
-        self._threads = max(1, (os.cpu_count() or 1) // jobs)
+        self._threads = max(1, num_cores() // jobs)
 
     def start(self, run: Run) -> "_Process":
         """Start a run."""
@@ -104,24 +103,17 @@ class _Process:
         self._log = run.folder / "log.txt"
         try:
             run.folder.mkdir(parents=True, exist_ok=True)
-            log = self._log.open("w")
+            log = self._log.open("a")
         except OSError as error:
             raise RunError(f"can't write to {run.folder} ({error.strerror}); choose another folder by --out.") from None
         with log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "orthocond.lab.worker"],
+                [sys.executable, "-m", "orthocond.lab.worker", config.to_json(), str(run.folder)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+                env=os.environ | {"OMP_NUM_THREADS": str(threads), "ORTHOCOND_COMMAND": command()},
             )
-        assert self._process.stdin is not None
-        task = json.dumps({"config": config.to_json(), "out": str(run.folder)})
-        try:
-            self._process.stdin.write(task.encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:  # it is dead already: poll tells
-            pass
 
     def poll(self) -> str | None:
         code = self._process.poll()
@@ -194,6 +186,11 @@ class _Task:
 ENGINES = {"local": "processes on this machine", "ray": "tasks on a Ray cluster"}
 
 
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def plan(config: Config, methods: Sequence[str], seeds: int, out: Path, shard: tuple[int, int] = (1, 1)) -> list[Run]:
     """Return the runs of a sweep, seed by seed; of a shard ``(3, 8)``, the third of every eight."""
     configs = [
@@ -212,7 +209,13 @@ def compare(runs: Sequence[Run], engine: Engine, console: Console) -> list[Run]:
     """Do what is left of the runs, and show a table of them meanwhile; return those that failed.
 
     A run that fails is tried once more, from its last checkpoint, and then left with its problem; the others go on.
+
+    Raises:
+        RunError: a folder holds a run of another configuration.
     """
+    for run in runs:
+        if (run.folder / "config.json").exists():
+            check_same_run(run.folder, run.config)
     waiting = [run for run in runs if not run.is_finished]
     running: list[tuple[Run, Handle]] = []
     began = time.monotonic()

@@ -82,7 +82,7 @@ class Config:
     workers: int = _setting(2, "processes that read and decode streamed images", place=True)
     threads: int | None = _setting(None, "threads of a process; unset: PyTorch's own choice", place=True)
     checkpoint_every: int = _setting(500, "steps between checkpoints; there is one at each epoch's end too", place=True)
-    val_images: int | None = _setting(None, "validate with the first so many images only")
+    val_images: int | None = _setting(None, "validate with so many images only, evenly spaced")
     evaluate_every: int = _setting(1, "epochs between validations; there is one at the end always")
 
     def __post_init__(self) -> None:
@@ -102,6 +102,8 @@ class Config:
             value = getattr(self, name)
             if value is not None and not least <= value < float("inf"):
                 raise ArgumentError(f"{name} must be at least {least}, got {value}.")
+        if self.seed >= 2**63:
+            raise ArgumentError(f"seed must be below 2^63, got {self.seed}.")
         if self.devices != "auto" and not (self.devices.isdecimal() and int(self.devices) > 0):
             raise ArgumentError(f"devices must be a number or auto, got {self.devices!r}.")
         if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones, default=1) < 1:
@@ -188,7 +190,10 @@ def parsed(name: str, value: Any) -> Any:
         (kind,) = (part for part in typing.get_args(kind) if part is not types.NoneType)
     try:
         if kind == tuple[int, ...]:
-            return tuple(int(part) for part in (value.split(",") if isinstance(value, str) else value) if part != "")
+            parts = [part for part in (value.split(",") if isinstance(value, str) else value) if part != ""]
+            if any(isinstance(part, float) for part in parts):
+                raise ValueError
+            return tuple(int(part) for part in parts)
         if kind is bool:
             return {"true": True, "false": False}[str(value).lower()]
         if kind is str and isinstance(value, str | int):
@@ -197,6 +202,6 @@ def parsed(name: str, value: Any) -> Any:
         if kind is str or isinstance(value, bool) or (kind is int and number != float(value)):
             raise ValueError
         return number
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         what = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(kind, "e.g. 30,45")
         raise ArgumentError(f"the setting {name} takes {what}, got {value!r}.") from None

@@ -28,7 +28,8 @@ __all__ = ["Data", "Images", "MemoryData", "Part", "StreamedData", "digits", "lo
 Batch = tuple[Tensor, Tensor]
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_SPLITS = {"train": ("train",), "val": ("test", "validation", "valid", "val")}
+_SPLITS = {"train": ("train",), "val": ("validation", "valid", "val", "test")}
+"""What splits are called, the first that is there counts: the test part of ImageNet has no labels."""
 _LABELS = ("label", "labels", "fine_label", "coarse_label")
 
 
@@ -97,8 +98,8 @@ class MemoryData:
     def val_batches(self, part: Part, device: torch.device) -> Iterator[Batch]:
         """Yield this process's part of the validation images, in order."""
         self._to(device)
-        own = part.of(torch.arange(self.num_val)).to(device)
-        for chosen in own.split(500):
+        own = part.of(_spread(len(self._val.labels), self.num_val)).to(device)
+        for chosen in own.split(500) if len(own) else ():
             yield self._normalised(self._val.pixels[chosen]), self._val.labels[chosen]
 
     def _to(self, device: torch.device) -> None:
@@ -150,7 +151,8 @@ class StreamedData:
 
     def val_batches(self, part: Part, device: torch.device) -> Iterator[Batch]:
         """Yield this process's part of the validation images, in order."""
-        batches = [chunk.tolist() for chunk in part.of(torch.arange(self.num_val)).split(100)]
+        own = part.of(_spread(len(self._val), self.num_val))
+        batches = [chunk.tolist() for chunk in own.split(100) if len(chunk)]
         return self._loaded(_Resized(self._val, self.config, None), batches, device)
 
     def _loaded(self, images: "_Resized", batches: list[list[int]], device: torch.device) -> Iterator[Batch]:
@@ -159,6 +161,7 @@ class StreamedData:
             images,
             batch_sampler=batches,
             num_workers=min(self.config.workers, len(batches)),
+            generator=_generator(0),  # it draws from one, and that of the process is to stay where it is
             pin_memory=device.type == "cuda",
         )
         for pixels, labels in loader:
@@ -222,7 +225,7 @@ def load_data(config: Config) -> Data:
     train, val = splits
     data: Data
     if isinstance(train, Images):
-        _check_classes(int(torch.cat([train.labels, val.labels]).max()) + 1, config)
+        _check_labels(config, train.labels, val.labels)
         data = MemoryData(train, val, config)
     else:
         data = StreamedData(train, val, config)
@@ -250,8 +253,7 @@ def _splits(config: Config) -> Any:
         chosen.append(_columns(found, config))
     if config.resize is None:
         return [_decoded(split, config) for split in chosen]
-    feature = chosen[0].features["label"]
-    _check_classes(getattr(feature, "num_classes", None) or max(chosen[0]["label"]) + 1, config)
+    _check_labels(config, *(torch.as_tensor(split.with_format("numpy")["label"][:]) for split in chosen))
     return chosen
 
 
@@ -280,7 +282,11 @@ def _from_folder(folder: Path) -> Any:
     names = [name for group in _SPLITS.values() for name in group]
     parquet = sorted(folder.rglob("*.parquet"))
     by_split = {
-        name: [str(file) for file in parquet if file.stem.partition("-")[0] == name or file.parent.name == name]
+        name: [
+            str(file)
+            for file in parquet
+            if file.stem.partition("-")[0] == name or name in file.relative_to(folder).parts[:-1]
+        ]
         for name in names
     }
     try:
@@ -366,7 +372,15 @@ def _num_val(found: int, config: Config) -> int:
     return found if config.val_images is None else min(found, config.val_images)
 
 
-def _check_classes(found: int, config: Config) -> None:
+def _spread(found: int, wanted: int) -> Tensor:
+    """Return evenly spaced numbers of images: those of a folder are sorted by class."""
+    return torch.arange(wanted) * found // wanted
+
+
+def _check_labels(config: Config, *labels: Tensor) -> None:
+    if min(int(part.min()) for part in labels) < 0:
+        raise ArgumentError(f"{config.data or config.dataset} has images without a label; give another --data.")
+    found = max(int(part.max()) for part in labels) + 1
     if found != config.num_classes:
         raise ArgumentError(
             f"{config.data or config.dataset} has {found} classes and the configuration {config.num_classes}; "

@@ -29,7 +29,7 @@ def _paper_dbn(name: str, dataset: str, num_classes: int) -> Preset:
             meta="dbn",  # B.1: "The BN layer after this layer is replaced with our decorrelated BN layer", Fig. 6
             small_images=True,  # B.1: 3x3 instead of 7x7, "The stride is also decreased from 2 to 1"
             width=64,  # of ResNet-50; Table 6's caption: the covariance is 1x64x64
-            eps=1e-2,  # B.1, in the source of the paper: "We set eps to 0.01 in our experiments"
+            eps=1e-2,  # B.1, in the paper's source, commented out: "We set eps to 0.01"; the authors' code has it
             rtol=0.0,  # B.1: the inverse root of the whole covariance, nothing is dropped
             gradient="pade",  # B.1: "the technique proposed in [Song et al., ICCV 2021] to compute the SVD gradient"
             epochs=350,  # B.1: "The training lasts 350 epochs"
@@ -56,7 +56,7 @@ _GCP_IMAGENET = Preset(
         model="resnet18",  # B.2: "We use ResNet-18 for the GCP experiment"
         meta="gcp",  # B.2: "the last Global Average Pooling layer is replaced with our GCP layer", Fig. 7
         small_images=False,
-        reduction=256,  # Fig. 7 cites Li et al. 2017 and Song et al. 2021, whose networks pool 256 channels
+        reduction=256,  # not in B.2: the networks that Fig. 7 cites pool 256 channels; here over 7x7 places: rank 48
         gradient="pade",  # B.2: "the technique proposed in [Song et al., ICCV 2021]"
         epochs=60,  # B.2: "The training process lasts 60 epochs"
         learning_rate=0.1,  # B.2: "initialize with 0.1"

@@ -5,6 +5,7 @@ killed and resumed), ``times.jsonl`` (how long the steps took), ``checkpoint.pt`
 ``checkpoint.json`` (their checksums), TensorBoard's events, ``run.lock``.
 """
 
+import dataclasses
 import fcntl
 import hashlib
 import io
@@ -12,6 +13,7 @@ import json
 import os
 import platform
 import shlex
+import struct
 import subprocess
 import sys
 import time
@@ -25,12 +27,13 @@ import torch
 
 import orthocond
 from orthocond.errors import OrthocondError
-from orthocond.lab.config import Config, from_json
+from orthocond.lab.config import PLACE, Config, from_json
 
 __all__ = [
     "DivergedError",
     "RunError",
     "RunFolder",
+    "check_same_run",
     "environment",
     "is_alive",
     "read_config",
@@ -70,16 +73,13 @@ class RunFolder:
             self._lock = (self.path / "run.lock").open("a+")
         except OSError as error:
             raise RunError(f"can't write to {self.path} ({error.strerror}); choose another folder by --out.") from None
-        for _ in range(5):  # who only asks whether it is held holds it for a moment
-            try:
-                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError:
-                time.sleep(0.1)
-        self._lock.close()
-        raise RunError(
-            f"a run in {self.path} is going on in another process; wait for it, or choose another folder by --out."
-        )
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise RunError(
+                f"a run in {self.path} is going on in another process; wait for it, or choose another folder by --out."
+            ) from None
 
     def __enter__(self) -> Self:
         return self
@@ -152,11 +152,14 @@ class RunFolder:
         try:
             _write_synced(partial, data)
             sums = self._checksums()
+            if len(sums) > 20:  # so often it died here, or saved: only those of files that are there matter
+                sums = [_checksum(file) for file in (previous, newest) if file.exists()]
             # Known before it is in place: whenever this process dies, the files that are there have their sums here.
-            self._write("checkpoint.json", _json([*sums[-2:], hashlib.sha256(data).hexdigest()]))
+            self._write("checkpoint.json", _json([*sums, hashlib.sha256(data).hexdigest()]))
             if newest.exists() and self._is_whole(newest):
                 os.replace(newest, previous)
             os.replace(partial, newest)
+            _sync_folder(self.path)
         except OSError as error:
             partial.unlink(missing_ok=True)
             raise self._unwritable("a checkpoint", error) from None
@@ -191,13 +194,6 @@ class RunFolder:
             ),
         )
 
-    def set_failed(self, error: str) -> None:
-        """Write that the run failed, wherever it was."""
-        before = read_status(self.path)
-        self.count_seconds_from(float(before.get("seconds", 0)))
-        step, total_steps, epoch = (int(before.get(name, 0)) for name in ("step", "total_steps", "epoch"))
-        self.set_status("failed", step=step, total_steps=total_steps, epoch=epoch, error=error)
-
     def count_seconds_from(self, seconds: float) -> None:
         """Let the time that the run took before count."""
         self._seconds_before = seconds
@@ -209,8 +205,7 @@ class RunFolder:
             return []
 
     def _is_whole(self, file: Path) -> bool:
-        with file.open("rb") as data:
-            return hashlib.file_digest(data, "sha256").hexdigest() in self._checksums()
+        return _checksum(file) in self._checksums()
 
     def _write(self, name: str, data: bytes) -> None:
         """Write a file, whole or not at all."""
@@ -229,15 +224,26 @@ class RunFolder:
 
 
 def is_alive(path: Path | str) -> bool:
-    """Return whether a process is running in the folder of a run."""
+    """Return whether another process is running in the folder of a run; it is only asked, nothing is held."""
+    wanted = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
-        with (Path(path) / "run.lock").open("r+") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
+        with (Path(path) / "run.lock").open("rb") as lock:
+            found = fcntl.fcntl(lock, fcntl.F_GETLK, wanted)
     except OSError:
-        return True
-    return False
+        return False
+    return bool(struct.unpack("hhqqi", found)[0] != fcntl.F_UNLCK)
+
+
+def check_same_run(path: Path | str, config: Config) -> None:
+    """Raise `RunError` unless the run in a folder has the same configuration, apart from where it happens."""
+    stored = read_config(path)
+    for field in dataclasses.fields(Config):
+        before, now = getattr(stored, field.name), getattr(config, field.name)
+        if before != now and field.name not in PLACE:
+            raise RunError(
+                f"the run in {path} was begun with {field.name} {before}, not {now}; go on as it was, or choose "
+                "another folder by --out."
+            )
 
 
 def read_config(path: Path | str) -> Config:
@@ -285,8 +291,13 @@ def environment(*, device: str, world_size: int) -> dict[str, Any]:
         "device": device,
         "world_size": world_size,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": os.environ.get("ORTHOCOND_COMMAND") or command(),
     }
+
+
+def command() -> str:
+    """Return what was typed to start this process."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def _commit() -> tuple[str | None, bool | None]:
@@ -310,6 +321,19 @@ def _processor() -> str:
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor()
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _json(value: Any) -> bytes:

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -24,13 +24,21 @@ from torch.utils.tensorboard import SummaryWriter
 
 from orthocond import ConditionMonitor, treat
 from orthocond.errors import ArgumentError, NonFiniteError, OrthocondError, OrthocondWarning
-from orthocond.lab.config import PLACE, Config
+from orthocond.lab.config import Config
 from orthocond.lab.data import Data, Part, load_data
 from orthocond.lab.display import Display, Silent
 from orthocond.lab.methods import method
 from orthocond.lab.models import build
-from orthocond.lab.runs import DivergedError, RunError, RunFolder, environment, read_config, read_records, read_status
-from orthocond.treatments import Treatment
+from orthocond.lab.runs import (
+    DivergedError,
+    RunError,
+    RunFolder,
+    check_same_run,
+    environment,
+    read_records,
+    read_status,
+)
+from orthocond.treatments import LastStep, Treatment
 
 __all__ = ["Outcome", "learning_rate_factor", "network", "train"]
 
@@ -86,9 +94,11 @@ def _train(fabric: Fabric, config: Config, out: Path, resume: bool, display: Dis
         )
     with _opened(fabric, config, out, resume) as folder, _stop_signals() as stop_asked:
         run = _Run(fabric, config, data, folder, display)
-        if folder is not None and folder.holds_a_run:
-            done = read_status(out)
-            folder.count_seconds_from(float(done.get("seconds", 0)))
+        if folder is not None:
+            if folder.holds_a_run:
+                folder.count_seconds_from(float(read_status(out).get("seconds", 0)))
+            else:
+                folder.begin(config, environment(device=str(fabric.device), world_size=fabric.world_size))
         run.restore()
         if run.step >= run.total_steps:
             if folder is not None and read_status(out).get("state") != "finished":  # killed just before it said so
@@ -100,6 +110,12 @@ def _train(fabric: Fabric, config: Config, out: Path, resume: bool, display: Dis
             state = run.loop(stop_asked)
         except OrthocondError as error:
             run.set_status("failed", str(error))
+            raise
+        except KeyboardInterrupt:
+            run.set_status("interrupted")
+            raise
+        except Exception as error:
+            run.set_status("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
             raise
         finally:
             display.stop()
@@ -135,10 +151,13 @@ class _Run:
             self.sgd, learning_rate_factor(config, self.steps_per_epoch, self.total_steps)
         )
         self.model, self.optimizer = fabric.setup(self.network, self.sgd)
-        self.totals = torch.zeros(4, dtype=torch.float64)
+        self.totals = torch.zeros(
+            4, dtype=torch.float32 if fabric.device.type == "mps" else torch.float64, device=fabric.device
+        )
         self.pending: list[tuple[dict[str, Any], Tensor]] = []
         self.times = dict.fromkeys(("seconds", "forward", "backward", "update"), 0.0)
         self.writer: SummaryWriter | None = None
+        self.last: LastStep | None = None
 
     def loop(self, stop_asked: Callable[[], bool]) -> str:
         """Train until the last step, or until it is asked to stop."""
@@ -154,21 +173,26 @@ class _Run:
                 try:
                     self.train_step(epoch, x, y)
                 except NonFiniteError as error:
-                    self.flush()
+                    self.flush(reduce=False)
                     raise self._diverged(self.step, f"the features are NaN or infinite ({error})") from None
                 self.times["seconds"] += time.perf_counter() - began
                 ends = self.step % self.steps_per_epoch == 0 or self.step == self.total_steps
-                if ends or self.step % _FLUSH == 0 or self.step % self.config.checkpoint_every == 0:
+                saves = self.step % self.config.checkpoint_every == 0
+                if ends or saves or self.step % _FLUSH == 0 or (self.part.size == 1 and stop_asked()):
                     self.flush()
                     if ends:
                         break
                     stopping = self._everywhere(stop_asked())
-                    if stopping or self.step % self.config.checkpoint_every == 0:
+                    if stopping or saves:
                         self.save()
                     if stopping:
                         return "interrupted"
                 began = time.perf_counter()
-            self.end_epoch(epoch)
+            self.check_weights()
+            try:
+                self.end_epoch(epoch)
+            except NonFiniteError as error:
+                raise self._diverged(self.step, f"validation met NaN or infinity ({error})") from None
             self.save()
             if self.step < self.total_steps and self._everywhere(stop_asked()):
                 return "interrupted"
@@ -192,8 +216,11 @@ class _Run:
             self.times[name] += after - before
 
         with torch.no_grad():
-            self.totals += _totals(loss.detach(), logits, y)
+            self.totals += _totals(loss.detach(), logits, y).to(self.totals)
         last = self.treatment.last if self.treatment is not None else None
+        if last is self.last:  # a step that the gradient scaler left out
+            last = None
+        self.last = last or self.last
         names = self.treatment.names if self.treatment is not None else ()
         record = {
             "kind": "step",
@@ -205,10 +232,10 @@ class _Run:
             "switched": last.switched if last is not None and "olr" in names else None,
             "gauged": last.gauged if last is not None and "gauge" in names else None,
         }
-        self.pending.append((record, loss.detach().double()))
+        self.pending.append((record, loss.detach()))
 
-    def flush(self) -> None:
-        """Write down the steps since the last time.
+    def flush(self, *, reduce: bool = True) -> None:
+        """Write down the steps since the last time, their loss averaged over the processes unless these can't agree.
 
         Raises:
             DivergedError: the loss of one of them is not finite.
@@ -216,7 +243,8 @@ class _Run:
         conditions = self.monitor.drain() if self.monitor is not None else []
         if not self.pending:
             return
-        losses = self._reduced(torch.stack([loss for _, loss in self.pending]), "mean").tolist()
+        stacked = torch.stack([loss for _, loss in self.pending])
+        losses = (self._reduced(stacked, "mean") if reduce else stacked).tolist()
         conditions = conditions[: len(losses)] or [{}] * len(losses)
         names = ("cond", "cond_support", "cond_eps", "rank", "failures")
         records = []
@@ -226,7 +254,8 @@ class _Run:
         self.pending.clear()
         if self.folder is not None:
             self.folder.append("metrics.jsonl", records)
-            taken = {name: round(seconds, 6) for name, seconds in self.times.items()}
+            known = self.times if self.fabric.device.type == "cpu" else {"seconds": self.times["seconds"]}
+            taken = {name: round(seconds, 6) for name, seconds in known.items()}  # elsewhere the parts run later
             self.folder.append("times.jsonl", [{"step": records[-1]["step"], "steps": len(records), **taken}])
             self._to_tensorboard(records[-1], records[-1]["step"])
         self.times = dict.fromkeys(self.times, 0.0)
@@ -255,11 +284,19 @@ class _Run:
         """Return loss and errors on the validation images."""
         self.model.eval()
         totals = torch.zeros_like(self.totals)
+        precision = self.fabric.strategy.precision
         for x, y in self.data.val_batches(self.part, self.fabric.device):
-            logits = self.model(x)
-            totals += _totals(_loss(logits, y), logits, y)
+            with precision.forward_context():  # not through DDP, whose forwards have to be as many in every process
+                logits = self.network(precision.convert_input(x))
+            totals += _totals(_loss(logits, y), logits, y).to(totals)
         loss, wrong, wrong5, count = self._summed(totals)
         return {"val_loss": loss / count, "val_error": 100 * wrong / count, "val_error5": 100 * wrong5 / count}
+
+    def check_weights(self) -> None:
+        """Raise `DivergedError` unless all weights are finite."""
+        weights = [value.detach() for value in self.network.parameters()]
+        if not all(math.isfinite(norm) for norm in torch.stack(torch._foreach_norm(weights)).tolist()):
+            raise self._diverged(self.step, "a weight became NaN or infinite")
 
     def save(self) -> None:
         """Write a checkpoint.
@@ -267,9 +304,7 @@ class _Run:
         Raises:
             DivergedError: a weight is not finite; the last checkpoint stays.
         """
-        weights = [value.detach() for value in self.network.parameters()]
-        if not all(math.isfinite(norm) for norm in torch.stack(torch._foreach_norm(weights)).tolist()):
-            raise self._diverged(self.step, "a weight became NaN or infinite")
+        self.check_weights()
         random_states = torch.zeros(self.fabric.world_size, torch.get_rng_state().numel())
         random_states[self.part.rank] = torch.get_rng_state()
         random_states = self._reduced(random_states, "sum").cpu().to(torch.uint8)
@@ -311,10 +346,11 @@ class _Run:
         if self.treatment is not None:
             self.treatment.load_state_dict(state["treatment"])
         self.fabric.strategy.precision.load_state_dict(state["precision"])
-        self.totals.copy_(state["totals"] if self.fabric.is_global_zero else torch.zeros_like(self.totals))
+        if self.fabric.is_global_zero:
+            self.totals.copy_(state["totals"])
         self.step = state["step"]
         states = state["random"]["torch"]
-        torch.set_rng_state(states[min(self.part.rank, len(states) - 1)])
+        torch.set_rng_state(states[min(self.part.rank, len(states) - 1)].clone())  # torch takes no view
         _set_random_state(state["random"])
 
     def set_status(self, state: str, error: str | None = None) -> None:
@@ -410,9 +446,14 @@ def _fabric(config: Config) -> Fabric:
     if several:
         # The compiler's modules, which an optimizer imports, hold the process group if they come after it.
         importlib.import_module("torch._dynamo")
+    accelerator = config.accelerator
+    if accelerator == "auto" and not torch.cuda.is_available():
+        accelerator = "cpu"
+    if accelerator == "cpu" and config.precision == "16-mixed":
+        raise ArgumentError("the precision 16-mixed needs a GPU; use --precision bf16-mixed here.")
     try:
         fabric = Fabric(
-            accelerator="cpu" if config.accelerator == "auto" and not torch.cuda.is_available() else config.accelerator,
+            accelerator=accelerator,
             strategy="ddp" if several else "auto",
             devices=config.devices if config.devices == "auto" else int(config.devices),
             num_nodes=config.nodes,
@@ -436,8 +477,6 @@ def _opened(fabric: Fabric, config: Config, out: Path, resume: bool) -> Iterator
         try:
             folder = RunFolder(out)
             _check_folder(folder, config, resume)
-            if not folder.holds_a_run:
-                folder.begin(config, environment(device=str(fabric.device), world_size=fabric.world_size))
         except OrthocondError as error:
             problem = str(error)
     problem = fabric.broadcast(problem)
@@ -452,14 +491,7 @@ def _check_folder(folder: RunFolder, config: Config, resume: bool) -> None:
         return
     if not resume:
         raise RunError(f"there is a run in {folder.path} already; add --resume, or choose another folder by --out.")
-    stored = read_config(folder.path)
-    for field in fields(Config):
-        before, now = getattr(stored, field.name), getattr(config, field.name)
-        if before != now and field.name not in PLACE:
-            raise RunError(
-                f"the run in {folder.path} was begun with {field.name} {before}, not {now}; resume it as it was, or "
-                "choose another folder by --out."
-            )
+    check_same_run(folder.path, config)
 
 
 @contextmanager
@@ -491,10 +523,8 @@ def _totals(loss: Tensor, logits: Tensor, y: Tensor) -> Tensor:
     """Return the summed loss, how many are wrong, how many are not among the best five, and how many there are."""
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices == y[:, None]
     count = len(y)
-    right, right5 = best[:, 0].sum(), best.any(1).sum()
-    return torch.stack(
-        [loss.double() * count, (count - right).double(), (count - right5).double(), right.new_tensor(count).double()]
-    )
+    wrong, wrong5 = count - best[:, 0].sum(), count - best.any(1).sum()
+    return torch.stack([loss * count, wrong.to(loss), wrong5.to(loss), loss.new_tensor(count)])
 
 
 def _seed(seed: int) -> None:

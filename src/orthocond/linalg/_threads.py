@@ -83,7 +83,7 @@ def _set_threads_here() -> Callable[[int], int] | None:
         except (OSError, AttributeError):
             continue
         found.argtypes, found.restype = [ctypes.c_int], ctypes.c_int
-        return found  # type: ignore[no-any-return]
+        return found
     return None
 
 
