@@ -24,7 +24,7 @@ $(STAMP): $(LAB)
 install: $(STAMP)  ## the virtual environment with everything in it
 
 test: $(STAMP)  ## all tests, with coverage
-	$(BIN)/python -m pytest --cov --cov-report=term
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cov --cov-report=term --numprocesses auto --maxprocesses 4 --dist worksteal
 
 check: $(STAMP)  ## lint, format, types, import layers
 	$(BIN)/ruff check .
