@@ -279,7 +279,7 @@ def mean_and_std(values: Sequence[float]) -> str:
 
     Example:
         >>> mean_and_std([1.0, 2.0]), mean_and_std([1.0])
-        ('1.50 ± 0.71', '1.50')
+        ('1.50 ± 0.71', '1.00')
     """
     if not values:
         return ""
