@@ -28,7 +28,7 @@ def symmetric(*shape, dtype=torch.float64):
 
 
 @pytest.mark.parametrize(
-    "shape", [(64, 32), (3, 43, 32), (2000, 8), (5, 100), (7, 130), (1, 64), (32,), (0, 5), (4, 1)]
+    "shape", [(512, 32), (3, 171, 32), (30_000, 8), (15, 100), (7, 130), (1, 64), (32,), (0, 5), (4, 1)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_values_and_vectors_are_those_of_torch(shape, dtype):
@@ -42,19 +42,11 @@ def test_values_and_vectors_are_those_of_torch(shape, dtype):
     assert torch.allclose((U * eigenvalues.unsqueeze(-2)) @ U.mT, A, atol=10 * tolerance)
 
 
-def test_a_matrix_has_the_same_result_in_any_batch():
-    A = symmetric(64, 40)
-    whole = eigh(A)
-    for number in (0, 31, 32, 63):
-        for part, alone in zip(whole, eigh(A[number]), strict=True):
-            assert torch.equal(part[number], alone)
-
-
 def test_the_caller_s_own_setting_stays():
     set_threads = _threads._set_threads_here()
     before = set_threads(7)
     try:
-        eigh(symmetric(64, 32))
+        eigh(symmetric(512, 32))
         assert set_threads(7) == 7
     finally:
         set_threads(before)
@@ -64,7 +56,7 @@ def test_the_caller_s_own_setting_stays():
         thread = threading.Thread(target=lambda: seen.append(set_threads(0)))
         thread.start()
         thread.join()
-        eigh(symmetric(64, 32))
+        eigh(symmetric(512, 32))
     assert seen[0] == seen[1]
 
 
@@ -78,8 +70,8 @@ def test_an_error_in_another_thread_reaches_the_caller(monkeypatch):
 
     monkeypatch.setattr(torch.linalg, "eigh", failing)
     with pytest.raises(torch.linalg.LinAlgError, match="on purpose"):
-        eigh(symmetric(64, 32))
-    A = symmetric(64, 32) @ symmetric(64, 32)
+        eigh(symmetric(512, 32))
+    A = symmetric(512, 32) @ symmetric(512, 32)
     root = matrix_sqrth(A @ A.mT)  # each matrix alone, in this thread
     assert torch.allclose(root @ root, A @ A.mT, rtol=1e-6, atol=1e-6 * float((A @ A.mT).abs().max()))
 
@@ -88,7 +80,7 @@ def test_an_error_in_another_thread_reaches_the_caller(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_process_makes_threads_of_its_own():
     """As a data loader's workers do."""
-    A = symmetric(64, 32)
+    A = symmetric(512, 32)
     eigh(A)
     assert _threads._pool is not None
     child = os.fork()
@@ -110,7 +102,7 @@ def test_what_watches_this_thread_still_sees_the_operation():
             return func(*args, **(kwargs or {}))
 
     with Watching() as watching:
-        eigh(symmetric(64, 32))
+        eigh(symmetric(512, 32))
     assert any("eigh" in name for name in watching.seen)
     with torch.inference_mode():
-        assert eigh(symmetric(64, 32))[0].shape == (64, 32)
+        assert eigh(symmetric(512, 32))[0].shape == (512, 32)

@@ -1,8 +1,8 @@
 """Eigenvectors of many small matrices on the CPU, divided among threads.
 
-LAPACK takes a batch one matrix after the other and lets its threads share each, and a small one is not worth that: two
-threads need longer for it than one. Here every thread takes a part of the batch, and LAPACK is told, in that thread and
-for that while, to use no others. What a caller has set for itself, and what its own threads do, is not touched.
+LAPACK takes a batch one matrix after the other and lets its threads share each, and a small one gives them little to
+share. Here every thread takes a part of the batch, and LAPACK is told, in that thread and for that while, to use no
+others. What a caller has set for itself, and what its own threads do, is not touched.
 """
 
 import ctypes
@@ -20,24 +20,21 @@ __all__ = ["eigh"]
 
 _LARGEST = 128
 """Above this, the threads of one matrix pay."""
-_WORTHWHILE = 1_000_000
-"""Cubed sizes, summed over a batch, from which on it is divided: about a millisecond."""
+_WORTHWHILE = 15_000_000
+"""Cubed sizes, summed over a batch, from which on it is divided: some ten milliseconds, less is over too soon."""
 
 _pool: ThreadPoolExecutor | None = None
 
 
 def eigh(A: Tensor) -> tuple[Tensor, Tensor]:
     """Return what `torch.linalg.eigh` returns; matrices that are small and on the CPU are taken in parallel."""
-    n = A.shape[-1]
-    if not 1 < n <= _LARGEST or not _is_plain(A) or _set_threads_here() is None:
+    n, num_threads = A.shape[-1], torch.get_num_threads()
+    worthwhile = num_threads > 1 and n <= _LARGEST and A.numel() * n >= _WORTHWHILE
+    if not worthwhile or not _is_plain(A) or _set_threads_here() is None:
         eigenvalues, eigenvectors = torch.linalg.eigh(A)
         return eigenvalues, eigenvectors
-    matrices = A.reshape(-1, n, n)
-    parts = min(torch.get_num_threads(), len(matrices))
-    if parts < 2 or len(matrices) * n**3 < _WORTHWHILE:
-        return _alone(A)
-    first, *rest = matrices.tensor_split(parts)
-    waiting = [_threads(parts - 1).submit(_alone, part) for part in rest]
+    first, *rest = A.reshape(-1, n, n).tensor_split(num_threads)
+    waiting = [_threads(num_threads - 1).submit(_alone, part) for part in rest]
     done = [_alone(first), *(part.result() for part in waiting)]
     eigenvalues, eigenvectors = (torch.cat(pieces) for pieces in zip(*done, strict=True))
     return eigenvalues.reshape(A.shape[:-1]), eigenvectors.reshape(A.shape)
