@@ -107,7 +107,7 @@ def test_a_ray_cluster_with_two_workers_one_of_which_is_killed(tmp_path, monkeyp
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     try:
-        longer = changed(SHORT, {"steps": 120, "epochs": 20, "evaluate_every": 9})
+        longer = changed(SHORT, {"steps": 300, "epochs": 20, "evaluate_every": 20})
         runs = plan(longer, ["svd", "svd+nog"], 2, tmp_path)
 
         def kill_one():
@@ -124,7 +124,7 @@ def test_a_ray_cluster_with_two_workers_one_of_which_is_killed(tmp_path, monkeyp
         ray.shutdown()
     assert killed
     for run in runs:
-        assert [record["step"] for record in read_records(run.folder, "step")] == list(range(1, 121))
+        assert [record["step"] for record in read_records(run.folder, "step")] == list(range(1, 301))
 
 
 def holder(folder: Path) -> int:

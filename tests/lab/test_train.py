@@ -208,7 +208,7 @@ def test_two_processes_have_the_losses_of_one(tmp_path):
 
 @pytest.mark.timeout(200)
 def test_two_processes_go_on_bit_for_bit(tmp_path):
-    settings = ["--epochs", "2", "--devices", "2"]
+    settings = ["--devices", "2"]
     for name in ("whole", "parts"):
         process = start(tmp_path / name, *settings)
         metrics = tmp_path / name / "metrics.jsonl"
