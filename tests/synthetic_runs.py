@@ -8,22 +8,8 @@ from typing import Any
 
 import numpy as np
 
-ALL_METHODS = (
-    "bn",
-    "newton_schulz",
-    "svd",
-    "svd+sn",
-    "svd+ol",
-    "svd+ow",
-    "svd+nog",
-    "svd+olr",
-    "svd+gauge",
-    "svd+nog+ol",
-    "svd+nog+ow",
-    "svd+nog+olr",
-    "svd+ow+olr",
-    "svd+nog+ow+olr",
-)
+from orthocond.lab.methods import ALL as ALL_METHODS
+
 _GAIN = {"sn": 0.04, "ol": 0.06, "ow": -0.05, "nog": 0.2, "olr": 0.12, "gauge": 0.15}
 _CONDITION = {"sn": 0.4, "ol": 0.25, "ow": 0.1, "nog": 0.3, "olr": 0.2, "gauge": 0.05}
 

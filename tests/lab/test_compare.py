@@ -103,7 +103,8 @@ def test_a_sweep_that_dies_leaves_no_run_behind(tmp_path):
 
 @pytest.mark.timeout(280)
 def test_a_ray_cluster_with_two_workers_one_of_which_is_killed(tmp_path, monkeypatch):
-    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    import ray  # here: it is slow to import
+
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     try:

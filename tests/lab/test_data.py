@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.datasets import load_digits
 
 from orthocond.errors import ArgumentError
 from orthocond.lab.config import changed
@@ -50,8 +51,7 @@ def config(folder, **settings):
 
 
 def test_the_digits_are_scikit_learn_s():
-    sklearn = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")
-    found = sklearn.load_digits()
+    found = load_digits()
     train, val = digits()
     assert (len(train.labels), len(val.labels)) == (1438, 359)
     images = torch.from_numpy(found.images).to(torch.uint8)[:, None]

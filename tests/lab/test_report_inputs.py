@@ -345,7 +345,7 @@ def test_infinite_condition_numbers_are_shown_as_such(tmp_path):
 def test_a_large_sweep_is_read_in_little_memory(tmp_path):
     """14 methods and 10 seeds: 5,000 steps each, or as many as REPORT_STEPS says (50,000 take 2 GB of disk)."""
     steps = int(os.environ.get("REPORT_STEPS", "5000"))
-    for method in ALL_METHODS:
+    for method in ALL_METHODS[:14]:
         first = make_run(tmp_path / "runs" / method / "seed-0", method, epochs=20, steps_per_epoch=steps // 20)
         config = json.loads((first / "config.json").read_text())
         for seed in range(1, 10):

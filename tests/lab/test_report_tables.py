@@ -37,7 +37,7 @@ def test_errors_are_those_of_the_metrics(sweep):
     (section,) = read_report([sweep]).sections
     assert [row.method for row in section.rows] == [
         "bn", "newton_schulz", "svd", "svd+sn", "svd+ol", "svd+ow", "svd+nog", "svd+olr", "svd+gauge",
-        "svd+ow+olr", "svd+nog+ol", "svd+nog+ow", "svd+nog+olr", "svd+nog+ow+olr",
+        "svd+ow+olr", "svd+nog+sn", "svd+nog+ol", "svd+nog+ow", "svd+nog+olr", "svd+nog+gauge", "svd+nog+ow+olr",
     ]  # fmt: skip
     errors = {method: last_errors(sweep, method) for method in ALL_METHODS}
     means = sorted(values.mean() for values in errors.values())

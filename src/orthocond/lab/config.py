@@ -21,7 +21,7 @@ __all__ = ["PLACE", "PRECISIONS", "SCHEDULES", "Config", "changed", "from_json",
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 SCHEDULES = {
-    "steps": "divided by 1/gamma at each milestone, an epoch",
+    "steps": "multiplied by gamma after each milestone, an epoch",
     "linear": "falls to a hundredth over the run, linearly",
 }
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from orthocond.errors import check_choice
 from orthocond.lab.config import Config
@@ -76,7 +77,7 @@ _GCP_IMAGENET = Preset(
 )
 
 
-def _digits(name: str, meta: str, **settings: int) -> Preset:
+def _digits(name: str, meta: str, **settings: Any) -> Preset:
     return Preset(
         Config(
             name,
@@ -89,13 +90,13 @@ def _digits(name: str, meta: str, **settings: int) -> Preset:
             batch_size=64,
             learning_rate=0.1,
             schedule="linear",
-            **settings,  # type: ignore[arg-type]
+            **settings,
         ),
         f"the embedded digits, {'a whitened stem' if meta == 'dbn' else 'covariance pooling'}: seconds",
     )
 
 
-def _cifar10_small(name: str, meta: str, **settings: int) -> Preset:
+def _cifar10_small(name: str, meta: str, **settings: Any) -> Preset:
     return Preset(
         Config(
             name,
@@ -106,7 +107,7 @@ def _cifar10_small(name: str, meta: str, **settings: int) -> Preset:
             batch_size=128,
             learning_rate=0.1,
             schedule="linear",
-            **settings,  # type: ignore[arg-type]
+            **settings,
         ),
         f"CIFAR-10, eight layers, {'a whitened stem' if meta == 'dbn' else 'covariance pooling'}: minutes on a laptop",
     )

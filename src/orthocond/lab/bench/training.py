@@ -75,7 +75,8 @@ def _bare(config: Config) -> float:
     if treatment is not None:
         treatment.attach(optimizer)
     clock, step, epoch = _Clock(), 0, 0
-    while step < config.steps:  # type: ignore[operator]
+    steps = config.steps or 0
+    while step < steps:
         epoch += 1
         for x, y in data.train_batches(epoch, 0, Part(), device):
             loss = F.cross_entropy(model(x), y)
@@ -85,7 +86,7 @@ def _bare(config: Config) -> float:
             step += 1
             if step % 10 == 0:
                 clock.step({"step": step})
-            if step == config.steps:
+            if step == steps:
                 break
     return clock.images_per_second(config.batch_size)
 
