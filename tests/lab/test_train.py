@@ -278,3 +278,11 @@ def test_the_rate_falls_as_the_paper_says():
 def test_precisions(tmp_path, precision):
     train(digits(steps=3, precision=precision, method="svd+nog"), tmp_path / "run")
     assert all(np.isfinite(record["loss"]) for record in read_records(tmp_path / "run", "step"))
+
+
+def test_channels_last_takes_the_same_steps(tmp_path):
+    settings = {"steps": 6, "precision": "64-true", "method": "svd+nog+ow+olr"}
+    for layout in ("false", "true"):
+        train(digits(**settings, channels_last=layout), tmp_path / layout)
+    losses = [[record["loss"] for record in read_records(tmp_path / layout, "step")] for layout in ("false", "true")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -56,6 +56,7 @@ class Config:
     reduction: int | None = _setting(None, "channels of a 1x1 convolution in front of the head")
     eps: float | None = _setting(None, "added to the covariance; unset: the layer's own")
     rtol: float | None = _setting(None, "eigenvalues below rtol times the largest are dropped; unset: the layer's own")
+    channels_last: bool = _setting(False, "lay images out with the channels last, which convolutions are faster in")
     gradient: str = _setting("exact", f"gradient rule of the root: {', '.join(GRADIENTS)}")
 
     kind: str = _setting("kernel", f"of ow: {', '.join(KINDS)}")

@@ -424,6 +424,8 @@ def network(config: Config, data: Data, *, sync: bool) -> tuple[nn.Module, Treat
         reduction=config.reduction,
         **options,
     )
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # a stub that lacks it
     if chosen.treatment == "none":
         return model, None
     images, _ = next(iter(data.val_batches(Part(), torch.device("cpu"))))
