@@ -1,4 +1,4 @@
-"""Applying an `torch.autograd.Function` to small matrices, where what surrounds it counts."""
+"""Applying a `torch.autograd.Function` to small matrices, where what surrounds it counts."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ __all__ = ["applied", "is_plain"]
 
 
 def is_plain() -> bool:
-    """Return whether operations just run: neither `torch.compile` nor a transform of `torch.func` looks on."""
-    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    """Return whether operations just run: no compiler, no tracer and no transform of `torch.func` looks on."""
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch.jit.is_tracing())
 
 
 def applied(function: type[torch.autograd.Function], *inputs: Any) -> Any:
