@@ -10,7 +10,7 @@ __all__ = ["applied", "is_plain"]
 
 def is_plain() -> bool:
     """Return whether operations just run: no compiler, no tracer and no transform of `torch.func` looks on."""
-    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch.jit.is_tracing())
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing())
 
 
 def applied(function: type[torch.autograd.Function], *inputs: Any) -> Any:
@@ -21,4 +21,4 @@ def applied(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     """
     if not is_plain():
         return function.apply(*inputs)
-    return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(inputs))
+    return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(inputs))  # type: ignore[misc]

@@ -73,12 +73,13 @@ class _Covariance(torch.autograd.Function):
     def backward(ctx: Any, G: Tensor) -> Tensor:
         (X,) = ctx.saved_tensors
         with autocast_off(X.device):
-            return (G + G.mT) / X.shape[-1] @ _centred(X)
+            to_X: Tensor = (G + G.mT) / X.shape[-1] @ _centred(X)
+            return to_X
 
     @staticmethod
     def jvp(ctx: Any, direction: Tensor) -> Tensor:
         (X,) = ctx.saved_tensors
-        half = _centred(direction) @ _centred(X).mT / X.shape[-1]
+        half: Tensor = _centred(direction) @ _centred(X).mT / X.shape[-1]
         return half + half.mT
 
 
