@@ -20,6 +20,10 @@ from orthocond.linalg import POLAR_SOLVERS, nearest_orthogonal
 __all__ = ["Cell", "cells", "measure", "muon_iteration"]
 
 _REFERENCE = "torch.linalg.svd"
+_MUON = "Muon's five steps"
+
+# A CPU without bfloat16 arithmetic does a billion operations a second in it: the largest shape would take a minute.
+_BFLOAT16_WORK = 4e8
 
 
 @dataclass(frozen=True)
@@ -37,14 +41,17 @@ def cells(*, quick: bool) -> Iterator[Cell]:
     yield from (Cell(*shape) for shape in list(shapes)[: 2 if quick else None])
 
 
-def contestants() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return everything that gives a polar factor, by name."""
-    return {
+def contestants(cell: Cell) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return everything that gives a polar factor of such a matrix in reasonable time, by name."""
+    short, long = sorted((cell.rows, cell.columns))
+    everyone: dict[str, Callable[[Tensor], Tensor]] = {
         **{solver: partial(nearest_orthogonal, solver=solver) for solver in POLAR_SOLVERS},
         _REFERENCE: _by_svd,
-        "Muon's five steps": muon_iteration,
-        "Muon's five steps, float32": partial(muon_iteration, dtype=torch.float32),
+        f"{_MUON}, float32": partial(muon_iteration, dtype=torch.float32),
     }
+    if 5 * short**2 * (4 * long + 2 * short) <= _BFLOAT16_WORK:
+        everyone[_MUON] = muon_iteration
+    return everyone
 
 
 def muon_iteration(A: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -68,7 +75,7 @@ def measure(cell: Cell, *, quick: bool) -> list[dict[str, Any]]:
     """Return a record for each contestant."""
     A = _gradient(cell)
     truth = polar_factor(A)
-    everyone = contestants()
+    everyone = contestants(cell)
     passes = alternate(
         {name: once(partial(solve, A)) for name, solve in everyone.items()},
         Budget(0.0, fewest=3) if quick else Budget(2.0, fewest=3, most=100),

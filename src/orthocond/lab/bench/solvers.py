@@ -100,7 +100,7 @@ def measure(cell: Cell, *, quick: bool) -> list[dict[str, Any]]:
             running[name] = forward_backward(root, asked.A, asked.G)
         records.append(record)
     large = cell.batch * cell.size**3 > _ALL_SPECTRA
-    budget = Budget(0.0, fewest=3) if quick or large else Budget(3.0, fewest=5, most=200)
+    budget = Budget(0.0, fewest=3) if quick or large else Budget(2.0, fewest=5, most=200)
     wide = asked.A.double()
     everyone = {**running, _REFERENCE: once(lambda: torch.linalg.eigh(wide))}
     passes = alternate(everyone, budget)

@@ -56,7 +56,7 @@ def measure(cell: Cell, *, quick: bool) -> list[dict[str, Any]]:
 def _steps(*, quick: bool) -> list[dict[str, Any]]:
     network, batch = ("resnet-small", 4) if quick else ("resnet50", 32)
     names = (*PAPER, "svd+gauge", _MONITORED)
-    budget = Budget(0.0, fewest=2) if quick else Budget(0.0, fewest=9)
+    budget = Budget(0.0, fewest=2) if quick else Budget(0.0, fewest=8)
     passes = alternate({name: _step(name, network, batch) for name in names}, budget)
     records = []
     for name in names:

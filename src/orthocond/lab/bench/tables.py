@@ -115,15 +115,13 @@ def _polar(records: Records) -> Table:
     by_place = {(r["rows"], r["columns"], r["contestant"]): r for r in records}
     return Table(
         "Nearest orthogonal matrix of ResNet-50's gradients, float32",
-        "Time over `torch.linalg.svd` in float32, and the relative error.",
+        "Time over `torch.linalg.svd` in float32, and the relative error. Muon's own steps are in bfloat16; empty "
+        "where a CPU without it would take too long.",
         ["shape", *names],
         [
             [
                 f"{rows}x{columns}",
-                *(
-                    f"{record['total']['ratio']:.2f}, {record['error']:.0e}"
-                    for record in (by_place[rows, columns, name] for name in names)
-                ),
+                *(_time_and_error(by_place.get((rows, columns, name))) for name in names),
             ]
             for rows, columns in dict.fromkeys((r["rows"], r["columns"]) for r in records)
         ],
@@ -142,7 +140,8 @@ def _layers(records: Records, subject: str) -> Table:
     own = [r for r in records if r["subject"] == subject]
     return Table(
         _LAYERS[subject],
-        f"Over {own[0]['reference']} of the same shape, layout and mode; kept is what is saved for the backward pass.",
+        f"Time over {own[0]['reference']} of the same shape, layout and mode; what is kept for the backward pass "
+        "over the input itself.",
         ["layer", "shape", "layout", "mode", "forward", "forward and backward", "kept"],
         [
             [
@@ -260,6 +259,10 @@ def _step_seconds(records: Records) -> float:
 
 def _times(spread: dict[str, float] | None) -> str:
     return "" if spread is None else f"{spread['ratio']:.2f} [{spread['low']:.2f}, {spread['high']:.2f}]"
+
+
+def _time_and_error(record: dict[str, Any] | None) -> str:
+    return "" if record is None else f"{record['total']['ratio']:.2f}, {record['error']:.0e}"
 
 
 def _percents(spread: dict[str, float]) -> str:
