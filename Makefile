@@ -42,10 +42,11 @@ demo: $(LAB)  ## the demonstration: methods and seeds side by side on real data,
 docs:  ## the documentation site
 	@echo "make docs: the documentation site is not built yet; docs/ holds its pages" >&2; exit 1
 
-bench: $(STAMP)  ## what roots, layers and training steps cost, as ratios measured side by side
-	$(BIN)/python -m orthocond.lab.bench.ratios
-	$(BIN)/python -m orthocond.lab.bench.layers
-	$(BIN)/python -m orthocond.lab.bench.step
+bench: $(STAMP)  ## what things cost, measured side by side: results/bench, docs/benchmark.md; 20 minutes, on a quiet machine
+	for subject in solvers polar layers step; do \
+		$(BIN)/python -m orthocond bench $$subject --json results/bench/$$subject.json || exit 1; \
+	done
+	$(BIN)/python -m orthocond.lab.bench.page docs/benchmark.md results/bench/*.json
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .coverage .import_linter_cache

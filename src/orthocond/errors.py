@@ -86,7 +86,7 @@ def check_nonnegative(value: float, name: str, caller: str) -> None:
     """Raise unless ``value`` is a finite number that is not negative."""
     if torch.compiler.is_compiling():  # the value may be symbolic there
         return
-    if not (isinstance(value, SupportsFloat) and 0 <= float(value) < math.inf):
+    if not (isinstance(value, float | int | SupportsFloat) and 0 <= float(value) < math.inf):
         raise ArgumentError(
             f"{caller} expected a finite number {name} >= 0, got {name}={value!r}; pass e.g. {name}=1e-5."
         )

@@ -44,10 +44,17 @@ def test_presets_and_methods_are_listed_from_the_registries(run):
         assert all(name in done.stdout for name in names)
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "demo"])
+@pytest.mark.parametrize("command", ["train", "compare", "demo", "bench"])
 def test_help_shows_an_example(command, run):
     done = run(command, "--help")
     assert f"Example: orthocond {command}" in done.stdout
+
+
+def test_an_unknown_subject_of_the_benchmark_is_one_sentence(run):
+    done = run("bench", "solver")
+    assert done.returncode == 2
+    assert "choose one of solvers, polar, layers, step. Did you mean 'solvers'?" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_flags_come_before_the_file_and_the_file_before_the_preset(tmp_path, run):

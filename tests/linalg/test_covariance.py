@@ -44,8 +44,33 @@ def test_half_types_and_autocast_are_summed_in_float32(dtype):
         assert torch.allclose(covariance(X.float()).double(), truth, atol=1e-5)
 
 
-def test_gradient():
-    assert torch.autograd.gradcheck(covariance, noise(2, 3, 5, dtype=torch.float64).requires_grad_())
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script:DeprecationWarning"
+)  # torch's own, on the first forward derivative
+def test_gradients_of_every_kind():
+    X = noise(2, 3, 5, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(covariance, X, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(covariance, X)
+    assert torch.equal(torch.vmap(covariance)(X), covariance(X))
+    compiled = torch.compile(covariance, fullgraph=True, backend="aot_eager")
+    G = noise(2, 3, 3, dtype=torch.float64)
+    found, truth = (torch.autograd.grad(function(X), X, G)[0] for function in (compiled, covariance))
+    assert torch.allclose(found, truth)
+
+
+def test_the_gradient_of_features_with_a_large_mean_is_accurate():
+    X, G = noise(4, 1000), noise(4, 4)
+    truth = (G + G.T).double() / 1000 @ (X.double() - X.double().mean(-1, keepdim=True))
+    X = (X + 1000).requires_grad_()
+    assert torch.allclose(torch.autograd.grad(covariance(X), X, G)[0].double(), truth, atol=1e-6)
+
+
+def test_of_the_features_nothing_but_themselves_is_kept():
+    X = noise(8, 100).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor), lambda _: None):
+        covariance(X)
+    assert {tensor.untyped_storage().data_ptr() for tensor in kept} == {X.untyped_storage().data_ptr()}
 
 
 def test_bad_input():

@@ -109,6 +109,41 @@ def test_parametrize_utilities_copies_and_state():
     assert type(layer) is nn.Conv2d
 
 
+def test_in_eval_the_exponential_is_computed_once_and_never_out_of_date(monkeypatch):
+    conv = orthogonal_weight(nn.Conv2d(3, 8, 3)).eval()
+    computed = []
+    exponential = torch.linalg.matrix_exp
+    monkeypatch.setattr(torch.linalg, "matrix_exp", lambda A: computed.append(None) or exponential(A))
+    trained = conv.parametrizations.weight.original
+
+    def truth():
+        with torch.enable_grad():
+            return conv.weight.detach()
+
+    changes = {
+        "nothing": lambda: None,
+        "in place": lambda: trained.add_(0.1),
+        "behind autograd's back": lambda: trained.data.mul_(2),
+        "what was returned": lambda: conv.weight.zero_(),
+        "the base": lambda: setattr(conv, "weight", rotation(27)[:8].float().view(8, 3, 3, 3)),
+        "dtype": lambda: conv.double(),
+        "state": lambda: conv.load_state_dict(orthogonal_weight(nn.Conv2d(3, 8, 3)).state_dict()),
+    }
+    with torch.no_grad():
+        for change in changes.values():
+            change()
+            assert torch.equal(conv.weight, truth())
+            assert len(computed) > 0
+            computed.clear()
+            assert torch.equal(conv.weight, conv.weight)
+            assert not computed
+        with torch.inference_mode():
+            assert is_orthogonal(conv.weight)
+    conv.train()
+    assert conv.weight.requires_grad
+    assert copy.deepcopy(conv.eval()).weight.equal(conv.weight)
+
+
 @pytest.mark.parametrize("channels", [(4, 4), (3, 8), (8, 3)])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("mode", ["zeros", "circular"])

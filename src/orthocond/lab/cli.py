@@ -1,4 +1,4 @@
-"""The command line: ``orthocond demo``, ``train``, ``compare``, ``report``, ``presets``, ``methods``."""
+"""The command line: ``orthocond demo``, ``train``, ``compare``, ``report``, ``bench``, ``presets``, ``methods``."""
 
 import dataclasses
 import inspect
@@ -192,6 +192,35 @@ def demo_command(
 
 
 app.command("report", epilog="Example: orthocond report runs/sweep -o report.html")(report)
+
+
+@app.command("bench", epilog="Example: orthocond bench solvers --json results/bench/solvers.json")
+def bench_command(
+    subject: Annotated[
+        str | None, typer.Argument(help="solvers, polar, layers or step; unset: all.", show_default=False)
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small problems, few rounds: does it run, not how fast.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="File for the results, beside the environment.")] = None,
+) -> None:
+    """Measure what things cost, side by side with what one would use instead."""
+    from orthocond.lab.bench.run import SUBJECTS, run, write_results
+    from orthocond.lab.bench.tables import promises, tables
+
+    if subject is not None:
+        check_choice(subject, SUBJECTS, "subject", "bench")
+    results = run([subject] if subject is not None else list(SUBJECTS), quick=quick, console=Console(stderr=True))
+    if json is not None:
+        write_results(results, json)
+    found = results["subjects"]
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
+    for entry in [*(table for name in found for table in tables(name, found[name])), promises(found)]:
+        console.print(f"\n{entry.title}\n{entry.note}", soft_wrap=True)
+        table = Table(*entry.columns, box=None, pad_edge=False)
+        for row in entry.rows:
+            table.add_row(*row)
+        console.print(table)
 
 
 @app.command("presets")

@@ -1,8 +1,12 @@
 """The covariance of samples, as the SVD meta-layer forms it."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from orthocond.errors import ArgumentError, check_matrix
+from orthocond.linalg._apply import applied
 from orthocond.linalg._precision import autocast_off, lift
 
 __all__ = ["covariance"]
@@ -14,7 +18,7 @@ def covariance(X: Tensor, *, dim: int = -1) -> Tensor:
     .. math:: P = X J X^T, \quad J = \tfrac{1}{N} (I - \tfrac{1}{N} 1 1^T)
 
     The samples are centred before they are multiplied, in float32 at least, so a large common mean costs no
-    accuracy. *Gradient:* :math:`2\,\mathrm{sym}(G) X J` (eq. 8).
+    accuracy. *Gradient:* :math:`2\,\mathrm{sym}(G) X J` (eq. 8), by one product, for which only ``X`` is kept.
 
     Args:
         X: features, ``(..., d, N)`` with the samples last; with ``dim=-2`` it is ``(..., N, d)``. In general the
@@ -45,5 +49,39 @@ def covariance(X: Tensor, *, dim: int = -1) -> Tensor:
         raise ArgumentError(f"covariance expected at least one sample, got {tuple(X.shape)} with dim={dim}.")
     with autocast_off(X.device):
         samples = lift(X.movedim(dim, -1))
-        centred = samples - samples.mean(-1, keepdim=True)
-        return (centred @ centred.mT / num_samples).to(X.dtype)
+        # A compiler plans the memory of plain operations itself, and takes no function with a forward derivative.
+        P: Tensor = _Covariance.forward(samples) if torch.compiler.is_compiling() else applied(_Covariance, samples)
+        return P.to(X.dtype)
+
+
+class _Covariance(torch.autograd.Function):
+    """``X -> X J X^T`` over the last dimension: plain operations would keep a centred copy, and multiply twice."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(X: Tensor) -> Tensor:
+        centred = _centred(X)
+        return (centred @ centred.mT).div_(X.shape[-1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, G: Tensor) -> Tensor:
+        (X,) = ctx.saved_tensors
+        with autocast_off(X.device):
+            to_X: Tensor = (G + G.mT) / X.shape[-1] @ _centred(X)
+            return to_X
+
+    @staticmethod
+    def jvp(ctx: Any, direction: Tensor) -> Tensor:
+        (X,) = ctx.saved_tensors
+        half: Tensor = _centred(direction) @ _centred(X).mT / X.shape[-1]
+        return half + half.mT
+
+
+def _centred(X: Tensor) -> Tensor:
+    return X - X.mean(-1, keepdim=True)

@@ -5,6 +5,7 @@ the others keep their results, and the one that fails is tried in float64, with 
 trace, and by the SVD. Every attempt that fails is counted.
 """
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -169,7 +170,7 @@ def svd(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def check_finite(A: Tensor) -> None:
     """Raise `NonFiniteError` with the place where ``A`` ``(..., m, n)`` holds NaN or infinity."""
-    if torch.isfinite(A.sum()):  # one cheap pass; a sum that overflows only sends us on
+    if math.isfinite(A.sum().item()):  # one cheap pass; a sum that overflows only sends us on
         return
     finite = torch.isfinite(A)
     if finite.all():

@@ -40,17 +40,24 @@ class Split(NamedTuple):
 
 
 def split(eigenvalues: Tensor, eps: float, rtol: float | None) -> Split:
-    """Return which eigenvalues are kept, with their roots; ``rtol=None`` keeps all of them."""
+    """Return which of the eigenvalues, in ascending order, are kept, with their roots; ``rtol=None`` keeps all."""
     if rtol is None:
         # Below zero is rounding noise of a matrix that should be positive semi-definite: where eps outweighs it, it
         # counts like everything else, and where it doesn't, it may at most halve eps.
-        return Split(eigenvalues, (eigenvalues.clamp(min=-eps / 2) + eps).clamp(min=_SMALLEST).sqrt(), None, None)
-    largest = eigenvalues.amax(-1, keepdim=True) if eigenvalues.shape[-1] else eigenvalues
-    cutoff = (rtol * largest).clamp(min=_SMALLEST)
+        shifted = eigenvalues.clamp(min=-eps / 2) + eps
+        return Split(eigenvalues, (shifted if eps > 2 * _SMALLEST else shifted.clamp(min=_SMALLEST)).sqrt(), None, None)
+    if eigenvalues.device.type == "cpu" and not torch.compiler.is_compiling() and _all_kept(eigenvalues, rtol):
+        return Split(eigenvalues, (eigenvalues + eps if eps else eigenvalues).sqrt(), None, None)  # the same, for less
+    cutoff = (rtol * eigenvalues[..., -1:]).clamp_(min=_SMALLEST)
     kept = eigenvalues > cutoff
-    if eigenvalues.device.type == "cpu" and not torch.compiler.is_compiling() and kept.all():
-        return Split(eigenvalues, (eigenvalues + eps).sqrt(), None, None)  # the same, for less
     return Split(eigenvalues, torch.where(kept, eigenvalues + eps, 1.0).sqrt(), kept, cutoff)
+
+
+def _all_kept(eigenvalues: Tensor, rtol: float) -> bool:
+    if eigenvalues.numel() == eigenvalues.shape[-1] > 0:  # of one matrix: numbers are compared faster than tensors
+        line = eigenvalues.view(-1)
+        return line[0].item() > max(rtol * line[-1].item(), _SMALLEST)
+    return bool((eigenvalues[..., :1] > (rtol * eigenvalues[..., -1:]).clamp_(min=_SMALLEST)).all())
 
 
 def root_values(parts: Split, power: float) -> Tensor:

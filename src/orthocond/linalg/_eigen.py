@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from orthocond.errors import GradientError
+from orthocond.linalg._apply import applied, is_plain
 from orthocond.linalg._decompose import decompose
 from orthocond.linalg._differences import Split, root_values, second_derivative, split
 from orthocond.linalg._gradients import GRADIENTS, differences
@@ -25,7 +26,7 @@ def eigen_roots(
     ``rtol=None`` drops no eigenvalue.
     """
     with autocast_off(A.device):
-        *roots, eigenvalues, _ = _EigenRoots.apply(A, powers, method, gradient, eps, rtol)
+        *roots, eigenvalues, _ = applied(_EigenRoots, A, powers, method, gradient, eps, rtol)
     return tuple(roots), eigenvalues
 
 
@@ -81,7 +82,7 @@ class _EigenRoots(torch.autograd.Function):
         with autocast_off(A.device):
             for power, G in zip(ctx.powers, grads, strict=False):
                 if G is not None:
-                    part = _EigenDerivative.apply(A, G, eigenvalues, U, power, *ctx.options)
+                    part = _derivative_of(A, G, eigenvalues, U, power, *ctx.options)
                     total = part if total is None else total + part
         return total, None, None, None, None, None
 
@@ -89,6 +90,14 @@ class _EigenRoots(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         output = _EigenRoots.apply(*batched(info.batch_size, in_dims[:1], inputs[:1]), *inputs[1:])
         return output, (0,) * len(output)
+
+
+def _derivative_of(A: Tensor, *inputs: Any) -> Tensor:
+    """Return `_EigenDerivative`, without the machinery around it where nobody can ask for its derivative."""
+    if is_plain() and not torch.is_grad_enabled():
+        return _EigenDerivative.forward(A, *inputs)
+    part: Tensor = applied(_EigenDerivative, A, *inputs)
+    return part
 
 
 class _EigenDerivative(torch.autograd.Function):

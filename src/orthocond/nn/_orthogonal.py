@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from orthocond.errors import ArgumentError, check_choice, check_matrix
+from orthocond.linalg._apply import is_plain
 from orthocond.linalg._kernels import kernel_matrix, matrix_kernel
 from orthocond.linalg._precision import autocast_off, lift, narrow
 from orthocond.nn._skew import SkewOrthogonalConv2d
@@ -98,9 +99,22 @@ class OrthogonalKernel(nn.Module):
         self.register_buffer("base", torch.zeros_like(frame))
         self.register_buffer("tau", torch.zeros_like(frame[..., 0, :]))
         self.register_buffer("signs", torch.ones_like(frame[..., 0, :]))
+        self._last: tuple[tuple[Tensor, ...], Tensor] | None = None
 
     def forward(self, W: Tensor) -> Tensor:
-        """Return the orthogonal weight."""
+        """Return the orthogonal weight; in eval without gradients, the last one while nothing has changed."""
+        if self.training and self._last is not None:
+            self._last = None
+        is_ordinary = type(W) in (Tensor, nn.Parameter) and not W.is_meta and is_plain()
+        if self.training or torch.is_grad_enabled() or not is_ordinary:
+            return self._weight(W)
+        parts = (W, self.base, self.tau, self.signs)
+        # By value: writing to `.data`, as some averages of weights do, leaves no other trace.
+        if self._last is None or not all(map(_is_same, parts, self._last[0])):
+            self._last = tuple(part.detach().clone() for part in parts), self._weight(W)
+        return self._last[1].clone()
+
+    def _weight(self, W: Tensor) -> Tensor:
         with autocast_off(W.device):
             matrix = lift(kernel_matrix(W, **self.layout))
             frame = _exponential_frame(_bounded(_tall(matrix)) if self.normalize else _tall(matrix))
@@ -173,6 +187,10 @@ def is_orthogonal(weight: Tensor, *, atol: float | None = None) -> bool:
         _tall(lift(weight.detach().flatten(1))),
         atol if atol is not None else _rounding(weight.flatten(1), weight.dtype),
     )
+
+
+def _is_same(found: Tensor, known: Tensor) -> bool:
+    return found.dtype == known.dtype and found.device == known.device and torch.equal(found, known)
 
 
 def _rounding(matrix: Tensor, dtype: torch.dtype) -> float:

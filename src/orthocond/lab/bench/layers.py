@@ -1,102 +1,193 @@
-"""What decorrelated batch norm costs against BatchNorm and against the usual way of writing it, side by side.
+"""``bench layers``: whitening against batch norm, covariance against average pooling, orthogonal against plain weights.
 
-Run it with ``python -m orthocond.lab.bench.layers``: forward and backward in float32, the best of alternated repeats,
-and the bytes that are kept for the backward pass.
+The reference of every ratio is the plain layer in the same round: `torch.nn.BatchNorm2d` of the same memory layout, the
+convolution alone, average pooling, `torch.nn.utils.parametrizations.orthogonal`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from orthocond.lab.bench.measure import alternate
-from orthocond.nn import DecorrelatedBatchNorm2d, fold
+from orthocond.lab.bench.measure import Budget, Contestant, alternate, forward_backward, once, saved_bytes, spread
+from orthocond.lab.bench.peers import orthogonal_parametrizations
+from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm2d, fold, is_orthogonal, orthogonal_weight
 
-__all__ = ["main"]
+__all__ = ["Cell", "UsualWhitening", "cells", "measure"]
 
-LAYOUTS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
+_LAYOUTS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
 
 
-def main() -> None:
-    """Measure and print."""
+@dataclass(frozen=True)
+class Cell:
+    """What is compared, on which shape."""
+
+    subject: str
+    """``"norm"``, ``"folded"``, ``"pool"`` or ``"weight"``."""
+    shape: tuple[int, ...]
+    layout: str = "contiguous"
+    mode: str = "training"
+    """``"training"`` is forward and backward; ``"eval"`` is forward, without gradients."""
+
+
+def cells(*, quick: bool) -> Iterator[Cell]:
+    """Yield what is compared."""
+    for shape in [(4, 16, 8, 8)] if quick else [(64, 64, 32, 32), (128, 64, 32, 32)]:
+        for layout in _LAYOUTS:
+            yield from (Cell("norm", shape, layout, mode) for mode in ("training", "eval"))
+    image, pooled = ((2, 16, 8, 8), (2, 16, 8, 8)) if quick else ((32, 64, 32, 32), (32, 128, 14, 14))
+    yield from (Cell("folded", image, layout, "eval") for layout in _LAYOUTS)
+    yield from (Cell("pool", pooled, mode=mode) for mode in ("training", "eval"))
+    for weight in [(16, 8)] if quick else [(64, 27), (256, 256), (256, 576)]:
+        yield from (Cell("weight", weight, mode=mode) for mode in ("training", "eval"))
+
+
+def measure(cell: Cell, *, quick: bool) -> list[dict[str, Any]]:
+    """Return a record for each contestant; the first of them is the reference."""
     torch.manual_seed(0)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; best of alternated repeats, forward+backward")
-    for shape in ((64, 64, 32, 32), (128, 64, 32, 32)):
-        _training(shape)
-    _folded()
+    records = {"norm": _norms, "folded": _folded, "pool": _pools, "weight": _weights}[cell.subject](cell)
+    budget = Budget(0.0, fewest=3) if quick else Budget(4.0, fewest=7, most=200)
+    passes = alternate({name: entry.contestant for name, entry in records.items()}, budget)
+    reference = next(iter(records))
+    return [
+        {
+            "subject": cell.subject,
+            "shape": list(cell.shape),
+            "layout": cell.layout,
+            "mode": cell.mode,
+            "contestant": name,
+            "reference": reference,
+            "forward": spread(passes[name], passes[reference], part=0)._asdict(),
+            "total": spread(passes[name], passes[reference])._asdict(),
+            "saved": entry.saved,
+            **entry.about,
+        }
+        for name, entry in records.items()
+    ]
 
 
-def _training(shape: tuple[int, ...]) -> None:
-    x, g = torch.randn(shape), torch.randn(shape)
-    layers: dict[str, nn.Module] = {
-        "BatchNorm2d": nn.BatchNorm2d(shape[1]),
-        "DecorrelatedBatchNorm2d": DecorrelatedBatchNorm2d(shape[1]),
-        "the usual way": UsualWhitening(shape[1]),
-    }
-    contestants = {
-        f"{name}, {layout}": _forward_backward(layer, x.clone(memory_format=kind), g.clone(memory_format=kind))
-        for name, layer in layers.items()
-        for layout, kind in LAYOUTS.items()
-        if (name, layout) != ("the usual way", "channels last")
-    }
-    best = {name: min(times) for name, times in alternate(contestants, repeats=11).items()}
-    saved = {name: saved_bytes(layer, x) for name, layer in layers.items()}
-    own = best["DecorrelatedBatchNorm2d, contiguous"]
-    print(f"\n{shape}")
-    for name, value in best.items():
-        kept = saved[name.partition(",")[0]] / saved["BatchNorm2d"]
-        print(f"  {name:38} {1e3 * value:7.1f} ms  {value / own:5.2f} of ours  {kept:5.2f} of BatchNorm's saved bytes")
-    print(f"  ours over BatchNorm2d, contiguous: {own / best['BatchNorm2d, contiguous']:.2f}")
-
-
-def _folded() -> None:
-    conv = nn.Conv2d(64, 64, 3, padding=1).eval()
-    folded = fold(nn.Sequential(conv, DecorrelatedBatchNorm2d(64)))
-    x = torch.randn(32, 64, 32, 32)
-    with torch.no_grad():
-        seconds = alternate({"convolution": lambda: conv(x), "folded": lambda: folded(x)}, repeats=21)
-    best = {name: min(times) for name, times in seconds.items()}
-    print(f"\nfolded into a convolution: {best['folded'] / best['convolution']:.3f} times the convolution alone")
+@dataclass(frozen=True)
+class _Entry:
+    contestant: Contestant
+    saved: float | None
+    """Kept for the backward pass, over the bytes of the input; of the weight where that is made."""
+    about: dict[str, Any]
 
 
 class UsualWhitening(nn.Module):
     """Whitening as it is usually written: transpose, centre, and autograd through ``eigh``."""
 
-    def __init__(self, num_features: int, eps: float = 1e-5) -> None:
+    running_mean: Tensor
+    running_whitening: Tensor
+
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(num_features)), nn.Parameter(torch.zeros(num_features))
-        self.eps = eps
+        self.register_buffer("running_mean", torch.zeros(num_features, 1))
+        self.register_buffer("running_whitening", torch.eye(num_features))
+        self.eps, self.momentum = eps, momentum
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` ``(N, C, H, W)`` whitened."""
         n, c, h, w = x.shape
         X = x.transpose(0, 1).contiguous().view(c, -1)
-        centred = X - X.mean(1, keepdim=True)
-        P = torch.mm(centred, centred.T) / X.shape[1] + self.eps * torch.eye(c, dtype=x.dtype, device=x.device)
-        eigenvalues, U = torch.linalg.eigh(P)
-        y = torch.mm(U @ torch.diag(eigenvalues.rsqrt()) @ U.T, centred).view(c, n, h, w).transpose(0, 1)
+        if self.training:
+            mean = X.mean(1, keepdim=True)
+            centred = X - mean
+            P = torch.mm(centred, centred.T) / X.shape[1] + self.eps * torch.eye(c, dtype=x.dtype, device=x.device)
+            eigenvalues, U = torch.linalg.eigh(P)
+            S = U @ torch.diag(eigenvalues.rsqrt()) @ U.T
+            with torch.no_grad():
+                self.running_mean.lerp_(mean, self.momentum)
+                self.running_whitening.lerp_(S, self.momentum)
+        else:
+            centred, S = X - self.running_mean, self.running_whitening
+        y = torch.mm(S, centred).view(c, n, h, w).transpose(0, 1)
         return y * self.weight.view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)
 
 
-def saved_bytes(layer: nn.Module, x: Tensor) -> int:
-    """Return the bytes of the tensors that a forward pass keeps for the backward pass, each counted once."""
-    seen: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x.clone().requires_grad_())
-    return sum(seen.values())
+def _norms(cell: Cell) -> dict[str, _Entry]:
+    channels = cell.shape[1]
+    layers = {
+        "BatchNorm2d": nn.BatchNorm2d(channels),
+        "DecorrelatedBatchNorm2d": DecorrelatedBatchNorm2d(channels),
+        "the same, newton_schulz inside": DecorrelatedBatchNorm2d(channels, eps=1e-5, solver="newton_schulz"),
+        "whitening as usually written": UsualWhitening(channels),
+    }
+    return {name: _entry(layer, cell) for name, layer in layers.items()}
 
 
-def _forward_backward(layer: nn.Module, x: Tensor, g: Tensor) -> Callable[[], object]:
-    x = x.requires_grad_()
-    inputs: Iterable[Tensor] = (x, *layer.parameters())
-    wanted = tuple(inputs)
-    return lambda: torch.autograd.grad(layer(x), wanted, g)
+def _folded(cell: Cell) -> dict[str, _Entry]:
+    channels = cell.shape[1]
+    conv = nn.Conv2d(channels, channels, 3, padding=1)
+    whitened = nn.Sequential(conv, DecorrelatedBatchNorm2d(channels))
+    layers = {
+        "convolution": conv,
+        "convolution, DecorrelatedBatchNorm2d": whitened,
+        "the same, folded": fold(whitened),
+        "convolution, BatchNorm2d": nn.Sequential(conv, nn.BatchNorm2d(channels)),
+    }
+    return {name: _entry(layer, cell) for name, layer in layers.items()}
 
 
-if __name__ == "__main__":
-    main()
+def _pools(cell: Cell) -> dict[str, _Entry]:
+    layers = {
+        "AdaptiveAvgPool2d": nn.AdaptiveAvgPool2d(1),
+        "CovariancePool2d": CovariancePool2d(),
+        "the same, newton_schulz inside": CovariancePool2d(eps=1e-5, solver="newton_schulz"),
+        "covariance as usually written, autograd through eigh": _UsualPool(),
+    }
+    return {name: _entry(layer, cell) for name, layer in layers.items()}
+
+
+class _UsualPool(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        X = x.flatten(2)
+        X = X - X.mean(-1, keepdim=True)
+        eigenvalues, U = torch.linalg.eigh(X @ X.mT / X.shape[-1])
+        Q: Tensor = (U * (eigenvalues.clamp(min=0) + 1e-5).sqrt().unsqueeze(-2)) @ U.mT
+        row, column = torch.triu_indices(Q.shape[-1], Q.shape[-1], device=Q.device)
+        return Q[:, row, column]
+
+
+def _entry(layer: nn.Module, cell: Cell) -> _Entry:
+    """Return a layer on features, in training (forward and backward) or in eval."""
+    x = torch.randn(cell.shape).to(memory_format=_LAYOUTS[cell.layout])
+    layer.train(cell.mode == "training").to(memory_format=_LAYOUTS[cell.layout])  # type: ignore[call-overload]
+    if cell.mode == "eval":
+        return _Entry(once(_without_gradients(partial(layer, x))), None, {})
+    y = layer(x)
+    g = torch.randn_like(y)
+    saved = saved_bytes(lambda: layer(x.clone().requires_grad_())) / x.nbytes
+    return _Entry(forward_backward(layer, x, g, *layer.parameters()), saved, {})
+
+
+def _weights(cell: Cell) -> dict[str, _Entry]:
+    """Return ways to an orthogonal weight: the time to make it, and to send a gradient back through it."""
+    makers = {**orthogonal_parametrizations(), "orthogonal_weight": orthogonal_weight}
+    entries = {}
+    for name, make in makers.items():
+        layer: Any = make(nn.Linear(cell.shape[1], cell.shape[0], bias=False)).train(cell.mode == "training")
+        about = {"is_orthogonal": is_orthogonal(layer.weight)}
+        if cell.mode == "eval":
+            entries[name] = _Entry(once(_without_gradients(partial(getattr, layer, "weight"))), None, about)
+        else:
+            trained = list(layer.parameters())
+            contestant = partial(_weight_pass, layer, trained, torch.randn(cell.shape))
+            saved = saved_bytes(partial(getattr, layer, "weight")) / layer.weight.nbytes
+            entries[name] = _Entry(contestant, saved, about)
+    return entries
+
+
+def _weight_pass(layer: Any, trained: list[nn.Parameter], g: Tensor) -> Iterator[None]:
+    weight = layer.weight
+    yield
+    torch.autograd.grad(weight, trained, g)
+    yield
+
+
+def _without_gradients(function: Callable[[], object]) -> Callable[[], object]:
+    return torch.no_grad()(function)

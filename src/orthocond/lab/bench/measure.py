@@ -1,28 +1,157 @@
-"""Measuring on a noisy machine: contestants take turns, and only ratios within one run are reported."""
+"""Measuring on a noisy machine: contestants take turns, and what is reported are ratios within one round.
 
+A contestant is a generator function: one call is one pass, and it yields after each of its parts, say forward and
+backward, whose times are taken.
+"""
+
+import gc
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["alternate"]
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Budget",
+    "Contestant",
+    "Spread",
+    "alternate",
+    "forward_backward",
+    "growth_exponent",
+    "once",
+    "saved_bytes",
+    "spread",
+]
+
+Contestant = Callable[[], Iterator[None]]
 
 
-def alternate(
-    contestants: Mapping[str, Callable[[], object]], *, repeats: int = 15, warmup: int = 2
-) -> dict[str, list[float]]:
-    """Return the seconds of each repeat for each contestant; they take turns, so that a slow moment hits them all.
+@dataclass(frozen=True)
+class Budget:
+    """How long contestants take turns."""
+
+    seconds: float
+    """No round is begun after so many, except for the fewest."""
+    fewest: int = 5
+    most: int = 200
+
+
+class Spread(NamedTuple):
+    """A ratio to the reference: the median over the rounds, the quartiles around it, and the median time behind it."""
+
+    ratio: float
+    low: float
+    high: float
+    seconds: float
+    rounds: int
+
+
+def alternate(contestants: Mapping[str, Contestant], budget: Budget) -> dict[str, list[list[float]]]:
+    """Return for each contestant a list of passes, each the seconds of its parts.
+
+    They take turns, so that a slow moment hits them all, and each round begins with another one. The first round is
+    for warming up and does not count.
 
     Example:
-        >>> seconds = alternate({"nothing": lambda: None, "sum": lambda: sum(range(1000))}, repeats=3)
-        >>> {name: len(times) for name, times in seconds.items()}
-        {'nothing': 3, 'sum': 3}
+        >>> passes = alternate({"sum": once(lambda: sum(range(1000)))}, Budget(seconds=0, fewest=3))
+        >>> [len(parts) for parts in passes["sum"]]
+        [1, 1, 1]
     """
-    for _ in range(warmup):
-        for contestant in contestants.values():
-            contestant()
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(repeats):
-        for name, contestant in contestants.items():
-            start = time.perf_counter()
-            contestant()
-            seconds[name].append(time.perf_counter() - start)
+    passes: dict[str, list[list[float]]] = {name: [] for name in contestants}
+    names = list(contestants)
+    for name in names:
+        _timed(contestants[name])
+    gc.collect()
+    gc.disable()
+    try:
+        end = time.perf_counter() + budget.seconds
+        rounds = 0
+        while rounds < budget.fewest or (rounds < budget.most and time.perf_counter() < end):
+            first = rounds % len(names)
+            for name in names[first:] + names[:first]:
+                passes[name].append(_timed(contestants[name]))
+            rounds += 1
+    finally:
+        gc.enable()
+    return passes
+
+
+def spread(own: Iterable[Sequence[float]], reference: Iterable[Sequence[float]], part: int | None = None) -> Spread:
+    """Return the time of passes over that of the reference's in the same round, of one part or of all together.
+
+    Example:
+        >>> spread([[2.0], [4.0], [9.0]], [[1.0], [2.0], [3.0]])
+        Spread(ratio=2.0, low=2.0, high=2.5, seconds=4.0, rounds=3)
+    """
+    mine, others = ([sum(p) if part is None else p[part] for p in passes] for passes in (own, reference))
+    ratios = [a / b for a, b in zip(mine, others, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return Spread(middle, low, high, statistics.median(mine), len(ratios))
+
+
+def once(function: Callable[[], object]) -> Contestant:
+    """Return a contestant that has one part."""
+
+    def contestant() -> Iterator[None]:
+        function()
+        yield
+
+    return contestant
+
+
+def forward_backward(function: Callable[[Tensor], Tensor], x: Tensor, g: Tensor, *others: Tensor) -> Contestant:
+    """Return a contestant with two parts: the function, and its gradient in ``x`` and ``others`` for ``g``."""
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+
+    def contestant() -> Iterator[None]:
+        y = function(x)
+        yield
+        torch.autograd.grad(y, (x, *others), g)
+        yield
+
+    return contestant
+
+
+def saved_bytes(forward: Callable[[], object]) -> int:
+    """Return the bytes of the tensors that a forward pass keeps for the backward pass, each counted once.
+
+    Example:
+        >>> x = torch.ones(4, requires_grad=True)
+        >>> saved_bytes(lambda: x.exp()), saved_bytes(lambda: x * 2)
+        (16, 0)
+    """
+    seen: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(seen.values())
+
+
+def growth_exponent(points: Mapping[int, float]) -> float | None:
+    """Return ``p`` of the fit ``seconds ~ size^p``, from seconds by size; None from fewer than two sizes.
+
+    Example:
+        >>> growth_exponent({16: 1.0, 32: 8.0, 64: 64.0})
+        3.0
+    """
+    if len(points) < 2:
+        return None
+    x, y = (torch.tensor(list(part), dtype=torch.float64).log2().tolist() for part in (points, points.values()))
+    return statistics.linear_regression(x, y).slope
+
+
+def _timed(contestant: Contestant) -> list[float]:
+    seconds = []
+    start = time.perf_counter()
+    for _ in contestant():
+        now = time.perf_counter()
+        seconds.append(now - start)
+        start = time.perf_counter()
     return seconds

@@ -1,120 +1,134 @@
-"""What the treatments and the monitor add to a training step (Table 6 of the paper), measured side by side.
+"""``bench step``: Table 6 of the paper, what a training step costs by each method, and what is added by each part.
 
-Run it with ``python -m orthocond.lab.bench.step``. First the CIFAR ResNet-50 of the paper, one network and optimizer
-for each method, steps in turns within this run, each method's step against that of ``svd``. A step of seconds varies by
-more than the treatments cost, so then what each of them adds is timed by itself, in percent of the step.
+One CIFAR ResNet-50 and optimizer for each method, steps in turns. A step of a second varies by more than the treatments
+cost, so what each of them adds is timed by itself, too, with and without on the layer alone.
 """
 
-import argparse
 import statistics
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import orthocond
-from orthocond.lab.bench.measure import alternate
+from orthocond.lab.bench.measure import Budget, Contestant, alternate, spread
+from orthocond.lab.methods import method
 from orthocond.lab.models import build
 from orthocond.nn import DecorrelatedBatchNorm2d
 
-__all__ = ["main"]
+__all__ = ["PAPER", "Cell", "cells", "measure"]
 
-BASELINES = {"monitored": "unwatched", "gauge, idle": "no gauge", "gauge, applied": "no gauge"}
-"""What each is compared with, where that is not svd."""
-METHODS = {"svd": "none", "svd+nog": "nog", "svd+olr": "olr", "svd+ow": "ow", "svd+nog+ow+olr": "nog+ow+olr"}
-PAPER = {"svd": 0.0, "svd+nog": 1.4, "svd+olr": 0.7, "svd+ow": 7.9, "svd+nog+ow+olr": 11.5}
-"""The paper's overhead in percent of a step with svd."""
+PAPER = {
+    "svd": (44, 95),
+    "svd+nog": (44, 97),
+    "svd+olr": (44, 96),
+    "svd+ow": (48, 102),
+    "svd+nog+ow+olr": (49, 106),
+    "newton_schulz": (43, 93),
+    "bn": (42, 90),
+}
+"""Milliseconds forward and backward in Table 6, on an RTX A6000."""
+
+_MONITORED = "svd, monitored"
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=9)
-    options = parser.parse_args()
+@dataclass(frozen=True)
+class Cell:
+    """``"step"`` for whole training steps, ``"added"`` for what each treatment adds to one."""
+
+    subject: str
+
+
+def cells(*, quick: bool) -> Iterator[Cell]:  # noqa: ARG001  (every subject has it)
+    """Yield both."""
+    yield from (Cell("step"), Cell("added"))
+
+
+def measure(cell: Cell, *, quick: bool) -> list[dict[str, Any]]:
+    """Return a record for each method."""
     torch.manual_seed(0)
-    contestants = {name: _step(spec, options.batch) for name, spec in METHODS.items()}
-    contestants["svd+gauge"] = _step("gauge", options.batch)
-    contestants["svd, monitored"] = _step("none", options.batch, monitored=True)
-    contestants["bn"] = _step(None, options.batch)
-    seconds = alternate(contestants, repeats=options.repeats, warmup=1)
-    base = seconds["svd"]
-    threads = torch.get_num_threads()
-    print(f"CIFAR ResNet-50, batch {options.batch}, {threads} threads, {options.repeats} steps each in turns")
-    print(f"{'method':16} {'best s':>7} {'median s':>9} {'best vs svd':>12} {'paired median':>14} {'paper':>7}")
-    for name, times in seconds.items():
-        best = 100 * (min(times) / min(base) - 1)
-        paired = 100 * (statistics.median(own / other for own, other in zip(times, base, strict=True)) - 1)
-        paper = f"{PAPER[name]:+.1f}%" if name in PAPER else ""
-        print(f"{name:16} {min(times):7.3f} {statistics.median(times):9.3f} {best:+11.2f}% {paired:+13.2f}% {paper:>7}")
-
-    _added(statistics.median(base))
+    return _steps(quick=quick) if cell.subject == "step" else _added(quick=quick)
 
 
-def _added(step: float) -> None:
-    """Print what is added to a step of so many seconds, each timed with and without on the layer alone."""
-    contestants: dict[str, Callable[[], object]] = {}
-    for name, spec in METHODS.items():
-        conv = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
-        treatment = orthocond.treat(torch.nn.Sequential(conv), "0", spec)
-        optimizer = torch.optim.SGD(conv.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-        treatment.attach(optimizer)
-        contestants[name] = partial(_weight_and_step, conv, optimizer, torch.randn_like(conv.weight))
-    for name in ("unwatched", "monitored"):
-        norm = DecorrelatedBatchNorm2d(64)
-        if name == "monitored":
-            orthocond.ConditionMonitor(norm)
-        contestants[name] = partial(norm, torch.randn(2, 64, 8, 8))
-    for name, spec, threshold in (
-        ("no gauge", "none", 1.0),
-        ("gauge, idle", "gauge", 1e9),
-        ("gauge, applied", "gauge", 1.0),
-    ):
-        model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3, bias=False), DecorrelatedBatchNorm2d(64, affine=False))
-        treatment = orthocond.treat(model, "0", spec, threshold=threshold)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        treatment.attach(optimizer)
-        contestants[name] = partial(_forward_and_step, model, optimizer, torch.randn(8, 3, 10, 10))
-    best = {name: min(times) for name, times in alternate(contestants, repeats=200, warmup=5).items()}
-    print(f"\nadded to a step of {step:.2f} s, best of 200")
-    for name, value in best.items():
-        added = value - best[BASELINES.get(name, "svd")]
-        if added and name not in BASELINES.values():
-            print(f"{name:16} {1e3 * added:6.2f} ms  {100 * added / step:+.3f}%")
+def _steps(*, quick: bool) -> list[dict[str, Any]]:
+    network, batch = ("resnet-small", 4) if quick else ("resnet50", 32)
+    names = (*PAPER, "svd+gauge", _MONITORED)
+    budget = Budget(0.0, fewest=2) if quick else Budget(0.0, fewest=8)
+    passes = alternate({name: _step(name, network, batch) for name in names}, budget)
+    records = []
+    for name in names:
+        record: dict[str, Any] = {"subject": "step", "method": name, "network": network, "batch_size": batch}
+        for part, which in (("forward", 0), ("backward", 1), ("total", None)):
+            record[part] = {base: spread(passes[name], passes[base], which)._asdict() for base in ("svd", "bn")}
+        if name in PAPER:
+            record["paper"] = {base: sum(PAPER[name]) / sum(PAPER[base]) for base in ("svd", "bn")}
+            record["paper"] |= {"forward_ms": PAPER[name][0], "backward_ms": PAPER[name][1]}
+        records.append(record)
+    return records
 
 
-def _weight_and_step(conv: torch.nn.Conv2d, optimizer: torch.optim.Optimizer, gradient: torch.Tensor) -> None:
-    """Make the weight, send a gradient back through it, and take the optimizer's step."""
-    optimizer.zero_grad()
-    conv.weight.backward(gradient)
-    optimizer.step()
-
-
-def _forward_and_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-    """Whiten the layer's output, send a gradient back through it, and take the optimizer's step."""
-    optimizer.zero_grad()
-    model(x).sum().backward()
-    optimizer.step()
-
-
-def _step(spec: str | None, batch: int, *, monitored: bool = False) -> Callable[[], object]:
-    model = build("resnet50", num_classes=100, small_images=True, stem="bn" if spec is None else "dbn")
-    treatment = orthocond.treat(model, "conv1", spec or "none")
+def _step(name: str, network: str, batch: int) -> Contestant:
+    """Return the training step of a method; the optimizer's part counts as backward, as treatments act there."""
+    chosen = method(name.partition(",")[0])
+    options: dict[str, Any] = {}
+    if chosen.solver == "newton_schulz":
+        options = {"solver": "newton_schulz", "eps": 1e-2}
+    stem = "bn" if chosen.solver is None else "dbn"
+    model = build(network, num_classes=100, small_images=True, stem=stem, **options)
+    treatment = orthocond.treat(model, "conv1", chosen.treatment)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     treatment.attach(optimizer)
-    x, y = torch.randn(batch, 3, 32, 32), torch.randint(100, (batch,))
-    if monitored:
+    if name == _MONITORED:
         orthocond.ConditionMonitor(model)
+    x, y = torch.randn(batch, 3, 32, 32), torch.randint(100, (batch,))
 
-    def step() -> None:
+    def step() -> Iterator[None]:
         loss = F.cross_entropy(model(x), y) + treatment.penalty()
+        yield
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        yield
 
     return step
 
 
-if __name__ == "__main__":
-    main()
+def _added(*, quick: bool) -> list[dict[str, Any]]:
+    """Return the seconds that each treatment adds to a step: of the stem alone, with it and without it."""
+    specs = {"none": "none", "nog": "nog", "olr": "olr", "ow": "ow", "nog+ow+olr": "nog+ow+olr"}
+    contestants = {name: _stem(spec) for name, spec in specs.items()}
+    contestants["gauge, idle"] = _stem("gauge", threshold=1e9)
+    contestants["gauge, applied"] = _stem("gauge", threshold=1.0)
+    contestants["monitor"] = _stem("none", monitored=True)
+    budget = Budget(0.0, fewest=3) if quick else Budget(20.0, fewest=50, most=1000)
+    passes = alternate(contestants, budget)
+    records = []
+    for name in contestants:
+        if name == "none":
+            continue
+        added = [sum(own) - sum(base) for own, base in zip(passes[name], passes["none"], strict=True)]
+        low, middle, high = statistics.quantiles(added, method="inclusive")
+        records.append({"subject": "added", "part": name, "seconds": middle, "low": low, "high": high})
+    return records
+
+
+def _stem(spec: str, *, monitored: bool = False, threshold: float | None = None) -> Contestant:
+    conv = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    model = nn.Sequential(conv, DecorrelatedBatchNorm2d(64, affine=False))
+    treatment = orthocond.treat(model, "0", spec, **({} if threshold is None else {"threshold": threshold}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4)
+    treatment.attach(optimizer)
+    if monitored:
+        orthocond.ConditionMonitor(model)
+    x = torch.randn(8, 3, 10, 10)
+
+    def step() -> Iterator[None]:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        yield
+
+    return step

@@ -1,0 +1,121 @@
+"""The page and the chart from results.
+
+``python -m orthocond.lab.bench.page docs/benchmark.md results/bench/*.json``
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orthocond.lab.bench.run import SUBJECTS, read_results
+from orthocond.lab.bench.solvers import ACCURATE, DEFAULT
+from orthocond.lab.bench.tables import Table, promises, tables
+
+__all__ = ["draw", "main", "markdown", "write_page"]
+
+_INTRODUCTION = """# What it costs
+
+Made by `make bench` from the figures in `results/bench`; don't edit. Every figure is a ratio between contestants that
+took turns in one run: the median over the rounds, the quartiles in brackets. What competes, and how it is measured, is
+in `orthocond.lab.bench`.
+"""
+_AXIS_START, _AXIS_END = 1e-9, 1e2
+"""Errors beyond these stand there; so do gradients that are not finite, at the end."""
+
+
+def main() -> None:
+    """Write the page named first from the results named after it."""
+    page, *files = map(Path, sys.argv[1:])
+    write_page(page, files)
+
+
+def write_page(page: Path, files: list[Path]) -> None:
+    """Write the page, and beside it the chart with the same name, from files of results."""
+    results = read_results(files)
+    chart = page.with_suffix(".png")
+    has_chart = "solvers" in results["subjects"]
+    if has_chart:
+        draw(results["subjects"]["solvers"]["records"], chart)
+    page.write_text(markdown(results, chart.name if has_chart else None))
+
+
+def markdown(results: Mapping[str, Any], chart: str | None) -> str:
+    """Return the page: what is promised, the chart, the tables of every subject, and where they were measured."""
+    subjects = results["subjects"]
+    parts = [_INTRODUCTION]
+    if any(results["quick"].values()):
+        parts.append("**From a quick run: whether it works, not how fast.**\n")
+    parts.append(_as_markdown(promises(subjects)))
+    if chart is not None:
+        parts.append(f"![Time against gradient error of every way to an inverse root]({chart})\n")
+    for name in SUBJECTS:
+        if name in subjects:
+            parts += [_as_markdown(table) for table in tables(name, subjects[name])]
+            parts.append(_measured_where(name, subjects[name], results["environment"][name]))
+    return "\n".join(parts)
+
+
+def draw(records: list[dict[str, Any]], file: Path) -> None:
+    """Draw time against gradient error: one panel for each spectrum, a point for each contestant."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    size = 64 if any(r["size"] == 64 for r in records) else records[0]["size"]
+    batch = 64 if any((r["size"], r["batch"]) == (size, 64) for r in records) else records[0]["batch"]
+    own = [r for r in records if (r["size"], r["batch"]) == (size, batch) and "total" in r]
+    spectra, names = (list(dict.fromkeys(r[key] for r in own)) for key in ("spectrum", "contestant"))
+    figure, axes = plt.subplots(1, len(spectra), figsize=(3 * len(spectra), 4.2), sharey=True, squeeze=False, dpi=130)
+    colors = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    for panel, spectrum in zip(axes[0], spectra, strict=True):
+        panel.axvline(ACCURATE, color="#bbbbbb", linewidth=0.8, linestyle="--")
+        for index, name in enumerate(names):
+            for r in own:
+                if (r["spectrum"], r["contestant"]) == (spectrum, name):
+                    total, error = r["total"], r["gradient_error"]
+                    panel.errorbar(
+                        _AXIS_END if error is None else min(max(error, _AXIS_START), _AXIS_END),
+                        total["ratio"],
+                        yerr=[[total["ratio"] - total["low"]], [total["high"] - total["ratio"]]],
+                        marker="*" if name == DEFAULT else "o",
+                        markersize=13 if name == DEFAULT else 6,
+                        color=colors[index % len(colors)],
+                        linestyle="none",
+                        label=name,
+                    )
+        panel.set(xscale="log", yscale="log", xlim=(_AXIS_START, 3 * _AXIS_END), title=spectrum)
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter("{x:g}")
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("forward and backward over eigh forward")
+    figure.supxlabel("relative error of the gradient (at the right edge: not finite)", fontsize=10, y=0.16)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=5, frameon=False, fontsize=8)
+    figure.suptitle(f"Inverse roots of {batch}x{size}x{size}, float32: further left and lower is better", fontsize=11)
+    figure.tight_layout(rect=(0, 0.16, 1, 1))
+    figure.savefig(file)
+    plt.close(figure)
+
+
+def _as_markdown(table: Table) -> str:
+    lines = [f"## {table.title}", "", table.note, "", *map(_line, (table.columns, ["---"] * len(table.columns)))]
+    return "\n".join([*lines, *map(_line, table.rows), ""])
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _measured_where(name: str, entry: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
+    where = ", ".join(
+        f"{environment[key]}{unit}" for key, unit in (("processor", ""), ("threads", " threads")) if environment[key]
+    )
+    return (
+        f"*`orthocond bench {name}`: {entry['seconds']:.0f} s on {where}, torch {environment['torch']}, "
+        f"{environment['started'][:10]}.*\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

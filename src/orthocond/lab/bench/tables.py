@@ -1,0 +1,284 @@
+"""From results to tables: the figures that a person looks at, and whether what is promised holds."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orthocond.lab.bench.problems import SPECTRA
+from orthocond.lab.bench.solvers import ACCURATE, DEFAULT
+
+__all__ = ["Table", "promises", "tables"]
+
+Records = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text; the first column names the rows."""
+
+    title: str
+    note: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+def tables(subject: str, entry: Mapping[str, Any]) -> list[Table]:
+    """Return the tables of a subject's results."""
+    makers: dict[str, Callable[[Mapping[str, Any]], list[Table]]] = {
+        "solvers": lambda entry: [_errors(entry["records"]), _fastest(entry["records"]), _growth(entry["growth"])],
+        "polar": lambda entry: [_polar(entry["records"])],
+        "layers": lambda entry: [_layers(entry["records"], name) for name in _LAYERS],
+        "step": lambda entry: [_steps(entry["records"]), _added(entry["records"])],
+    }
+    return makers[subject](entry)
+
+
+def promises(subjects: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return what is promised, what was found, and whether it holds, as far as it was measured."""
+    rows = []
+    for subject, checks in _PROMISES.items():
+        for promise, check in checks:
+            found = check(subjects[subject]["records"]) if subject in subjects else None
+            if found is not None:
+                rows.append([promise, found[0], "yes" if found[1] else "no"])
+    return Table("What is promised", "Medians of this run.", ["promise", "found", "holds"], rows)
+
+
+def _errors(records: Records) -> Table:
+    size = 64 if any(r["size"] == 64 for r in records) else records[0]["size"]
+    own = [r for r in records if (r["size"], r["batch"]) == (size, 1)]
+    spectra = list(dict.fromkeys(r["spectrum"] for r in own))
+    rows = []
+    for name in dict.fromkeys(r["contestant"] for r in own):
+        mine = {r["spectrum"]: r for r in own if r["contestant"] == name}
+        first = mine[spectra[0]]
+        rows.append(
+            [
+                name,
+                _times(first.get("forward")),
+                _times(first.get("total")),
+                _number(first.get("saved"), "{:.1f}"),
+                *(_error(mine[spectrum]) for spectrum in spectra),
+            ]
+        )
+    return Table(
+        f"Inverse roots of 1x{size}x{size}, float32",
+        f"Time over `torch.linalg.eigh` forward in float64 ({spectra[0]}; the quartiles over the rounds in brackets), "
+        "what is kept for the backward pass over the matrix itself, and the relative error of the gradient.",
+        ["contestant", "forward", "forward and backward", "kept", *spectra],
+        rows,
+    )
+
+
+def _fastest(records: Records) -> Table:
+    rows = []
+    for size, batch in dict.fromkeys((r["size"], r["batch"]) for r in records):
+        row = [f"{batch}x{size}x{size}"]
+        for spectrum in SPECTRA:
+            own = [r for r in records if (r["size"], r["batch"], r["spectrum"]) == (size, batch, spectrum)]
+            best = _best(own)
+            if best is None:
+                row.append("")
+                continue
+            default = next((r for r in own if r["contestant"] == DEFAULT and "total" in r), None)
+            behind = default["total"]["ratio"] / best["total"]["ratio"] if default is not None else 1.0
+            row.append(best["contestant"] + (f" ({behind:.2f})" if best is not default else ""))
+        rows.append(row)
+    return Table(
+        f"The fastest way to a gradient error below {ACCURATE:.0e}",
+        f"Where it is not {DEFAULT}, the time of {DEFAULT} over its own. Empty: not measured, one round would take "
+        "minutes.",
+        ["matrices", *SPECTRA],
+        rows,
+    )
+
+
+def _growth(growth: Records) -> Table:
+    batches, sizes = (list(dict.fromkeys(key for g in growth for key in g[which])) for which in ("in_size", "in_batch"))
+    return Table(
+        "How the time grows",
+        "Fitted exponents of forward and backward: in the size for each batch, in the batch for each size.",
+        ["contestant", *(f"size, batch {b}" for b in batches), *(f"batch, size {n}" for n in sizes)],
+        [
+            [
+                g["contestant"],
+                *(_number(g["in_size"].get(b), "{:.2f}") for b in batches),
+                *(_number(g["in_batch"].get(n), "{:.2f}") for n in sizes),
+            ]
+            for g in growth
+        ],
+    )
+
+
+def _polar(records: Records) -> Table:
+    names = list(dict.fromkeys(r["contestant"] for r in records))
+    by_place = {(r["rows"], r["columns"], r["contestant"]): r for r in records}
+    return Table(
+        "Nearest orthogonal matrix of ResNet-50's gradients, float32",
+        "Time over `torch.linalg.svd` in float32, and the relative error. Muon's own steps are in bfloat16; empty "
+        "where a CPU without it would take too long.",
+        ["shape", *names],
+        [
+            [
+                f"{rows}x{columns}",
+                *(_time_and_error(by_place.get((rows, columns, name))) for name in names),
+            ]
+            for rows, columns in dict.fromkeys((r["rows"], r["columns"]) for r in records)
+        ],
+    )
+
+
+_LAYERS = {
+    "norm": "Whitening against batch norm",
+    "folded": "Inference, whitening folded into the convolution in front",
+    "pool": "Covariance pooling against average pooling",
+    "weight": "Orthogonal weights",
+}
+
+
+def _layers(records: Records, subject: str) -> Table:
+    own = [r for r in records if r["subject"] == subject]
+    return Table(
+        _LAYERS[subject],
+        f"Time over {own[0]['reference']} of the same shape, layout and mode; what is kept for the backward pass "
+        "over the input itself.",
+        ["layer", "shape", "layout", "mode", "forward", "forward and backward", "kept"],
+        [
+            [
+                r["contestant"],
+                "x".join(map(str, r["shape"])),
+                r["layout"],
+                r["mode"],
+                _times(r["forward"]),
+                _times(r["total"]) if r["mode"] == "training" else "",
+                _number(r["saved"], "{:.2f}"),
+            ]
+            for r in own
+        ],
+    )
+
+
+def _steps(records: Records) -> Table:
+    own = [r for r in records if r["subject"] == "step"]
+    return Table(
+        f"A training step of {own[0]['network']}, batch {own[0]['batch_size']} (Table 6)",
+        "More than svd and more than bn, in percent, the quartiles over the rounds in brackets; the paper's on a GPU.",
+        ["method", "forward", "backward", "step over svd", "paper", "step over bn", "paper's over bn"],
+        [
+            [
+                r["method"],
+                _percent(r["forward"]["svd"]["ratio"]),
+                _percent(r["backward"]["svd"]["ratio"]),
+                _percents(r["total"]["svd"]),
+                _percent(r["paper"]["svd"]) if "paper" in r else "",
+                _percents(r["total"]["bn"]),
+                _percent(r["paper"]["bn"]) if "paper" in r else "",
+            ]
+            for r in own
+        ],
+    )
+
+
+def _added(records: Records) -> Table:
+    step = _step_seconds(records)
+    return Table(
+        "What is added to the step",
+        f"On the stem alone, with it and without it; in percent of the step with svd, {step:.2f} s.",
+        ["part", "milliseconds", "percent of the step"],
+        [
+            [
+                r["part"],
+                f"{1e3 * r['seconds']:.2f} [{1e3 * r['low']:.2f}, {1e3 * r['high']:.2f}]",
+                f"{100 * r['seconds'] / step:+.3f}",
+            ]
+            for r in records
+            if r["subject"] == "added"
+        ],
+    )
+
+
+def _default_is_fastest(records: Records) -> tuple[str, bool] | None:
+    cells = dict.fromkeys((r["size"], r["batch"], r["spectrum"]) for r in records)
+    best = {key: _best([r for r in records if (r["size"], r["batch"], r["spectrum"]) == key]) for key in cells}
+    won = sum(winner is not None and winner["contestant"] == DEFAULT for winner in best.values())
+    return f"in {won} of {len(best)}", won == len(best)
+
+
+def _small_is_cheap(records: Records) -> tuple[str, bool] | None:
+    place = ("contestant", "size", "batch", "spectrum")
+    return _below(records, "total", 2.5, dict(zip(place, (DEFAULT, 64, 1, next(iter(SPECTRA))), strict=True)))
+
+
+def _norm_is_cheap(records: Records) -> tuple[str, bool] | None:
+    own = [r for r in records if r["shape"] == [128, 64, 32, 32] and r["mode"] == "training"]
+    ratios = {r["layout"]: r["total"]["ratio"] for r in own if r["contestant"] == "DecorrelatedBatchNorm2d"}
+    if not ratios:
+        return None
+    layout = min(ratios, key=lambda name: ratios[name])
+    return f"{ratios[layout]:.2f}, {layout}", ratios[layout] <= 2
+
+
+def _everything_is_cheap(records: Records) -> tuple[str, bool] | None:
+    if not any(r["subject"] == "step" and r["network"] == "resnet50" for r in records):
+        return None
+    added = next(r["seconds"] for r in records if r["subject"] == "added" and r["part"] == "nog+ow+olr")
+    percent = 100 * added / _step_seconds(records)
+    return f"{percent:+.2f}%", percent <= 3
+
+
+_PROMISES: dict[str, list[tuple[str, Callable[[Records], tuple[str, bool] | None]]]] = {
+    "solvers": [
+        (f"{DEFAULT} is the fastest way to a gradient error below {ACCURATE:.0e}", _default_is_fastest),
+        ("1x64x64 forward and backward at most 2.5 times eigh forward", _small_is_cheap),
+    ],
+    "layers": [
+        ("decorrelated batch norm at most 2 times BatchNorm2d on 128x64x32x32 in the better layout", _norm_is_cheap)
+    ],
+    "step": [("nog+ow+olr at most +3% of a ResNet-50 step", _everything_is_cheap)],
+}
+
+
+def _best(records: Records) -> dict[str, Any] | None:
+    """Return the fastest of those that are accurate."""
+    accurate = [
+        r for r in records if "total" in r and r["gradient_error"] is not None and r["gradient_error"] < ACCURATE
+    ]
+    return min(accurate, key=lambda r: float(r["total"]["ratio"]), default=None)
+
+
+def _below(records: Records, what: str, bound: float, place: dict[str, Any]) -> tuple[str, bool] | None:
+    for r in records:
+        if all(r[key] == value for key, value in place.items()) and what in r:
+            return f"{r[what]['ratio']:.2f}", r[what]["ratio"] <= bound
+    return None
+
+
+def _step_seconds(records: Records) -> float:
+    return float(next(r for r in records if r.get("method") == "svd")["total"]["svd"]["seconds"])
+
+
+def _times(spread: dict[str, float] | None) -> str:
+    return "" if spread is None else f"{spread['ratio']:.2f} [{spread['low']:.2f}, {spread['high']:.2f}]"
+
+
+def _time_and_error(record: dict[str, Any] | None) -> str:
+    return "" if record is None else f"{record['total']['ratio']:.2f}, {record['error']:.0e}"
+
+
+def _percents(spread: dict[str, float]) -> str:
+    low, high = (_percent(spread[key]) for key in ("low", "high"))
+    return f"{_percent(spread['ratio'])} [{low}, {high}]"
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f}"
+
+
+def _error(record: dict[str, Any]) -> str:
+    if "failed" in record:
+        return "failed"
+    return _number(record["gradient_error"], "{:.0e}") or "not finite"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)

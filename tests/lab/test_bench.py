@@ -1,0 +1,227 @@
+"""The benchmark: that it runs, that its figures are sane, and that it judges by the truth; never how fast it is."""
+
+import json
+
+import pytest
+import torch
+
+from orthocond import linalg
+from orthocond.lab.bench import layers, peers, polar, solvers, step
+from orthocond.lab.bench.measure import Budget, alternate
+from orthocond.lab.bench.page import write_page
+from orthocond.lab.bench.problems import EPS, SPECTRA, oracle, polar_factor, problem
+from orthocond.lab.bench.run import SUBJECTS, BenchError, read_results, write_results
+from orthocond.lab.bench.tables import promises, tables
+
+import oracle as truth
+from cases import noise
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """A quick run of everything, as a user has it."""
+    from typer.testing import CliRunner
+
+    from orthocond.lab.cli import app
+
+    file = tmp_path_factory.mktemp("bench") / "new" / "quick.json"
+    done = CliRunner().invoke(app, ["bench", "--quick", "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    return file, done.output
+
+
+@pytest.fixture(scope="module")
+def records(quick):
+    subjects = read_results([quick[0]])["subjects"]
+    return {name: entry["records"] for name, entry in subjects.items()}
+
+
+def test_a_quick_run_writes_strict_json_beside_its_environment(quick):
+    file, _ = quick
+    results = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert results["quick"] is True
+    assert results["environment"]["torch"] == torch.__version__
+    assert list(results["subjects"]) == list(SUBJECTS)
+
+
+def test_every_figure_is_a_ratio_with_its_spread(records):
+    def spreads(value):
+        if isinstance(value, dict):
+            if "ratio" in value:
+                yield value
+            for part in value.values():
+                yield from spreads(part)
+
+    found = [spread for own in records.values() for record in own for spread in spreads(record)]
+    assert len(found) > 200
+    for spread in found:
+        assert 0 < spread["low"] <= spread["ratio"] <= spread["high"] < 1e5
+        assert spread["seconds"] > 0
+        assert spread["rounds"] >= 2
+
+
+def test_solvers_has_every_solver_and_rule_and_spectrum(records):
+    own = records["solvers"]
+    names = {r["contestant"] for r in own}
+    assert {f"eigh + {rule}" for rule in linalg.GRADIENTS} | (set(linalg.SOLVERS) - {"eigh"}) <= names
+    assert {"autograd, eigh", "autograd, svd"} <= names
+    assert {r["spectrum"] for r in own} == set(SPECTRA)
+    for r in own:
+        assert "failed" not in r
+        assert 0.5 < r["saved"] < 20
+        assert r["value_error"] is not None
+        assert r["total"]["seconds"] > r["forward"]["seconds"]
+    for r in own:
+        if r["contestant"] in (solvers.DEFAULT, "svd"):
+            assert r["gradient_error"] < 1e-6
+    at_ties = [r for r in own if r["contestant"] == "eigh + naive" and r["spectrum"] == "ties"]
+    assert all(r["gradient_error"] is None or r["gradient_error"] > solvers.ACCURATE for r in at_ties)
+
+
+def test_the_full_table_has_the_sizes_batches_and_spectra_that_time_allows():
+    cells = list(solvers.cells(quick=False))
+    assert {c.size for c in cells} == {16, 32, 64, 128, 256, 512}
+    assert {c.batch for c in cells} == {1, 64, 256}
+    assert {c.spectrum for c in cells if (c.size, c.batch) == (512, 1)} == set(SPECTRA)
+    assert max(c.batch * c.size**3 for c in cells) == 64 * 256**3
+    assert len(list(polar.cells(quick=False))) == 20
+    assert (128, 64, 32, 32) in {c.shape for c in layers.cells(quick=False)}
+
+
+def test_polar_and_layers_are_sane(records):
+    errors = {r["contestant"]: r["error"] for r in records["polar"]}
+    assert set(linalg.POLAR_SOLVERS) | {"torch.linalg.svd", "Muon's five steps"} <= set(errors)
+    assert errors["gram"] < 1e-6
+    assert errors["svd"] < 1e-6
+    assert 0.05 < errors["Muon's five steps"] < 0.6
+    own = records["layers"]
+    assert {r["subject"] for r in own} == {"norm", "folded", "pool", "weight"}
+    assert {r["layout"] for r in own} == {"contiguous", "channels last"}
+    assert all(r["is_orthogonal"] for r in own if r["contestant"] == "orthogonal_weight")
+    kept = {r["contestant"]: r["saved"] for r in own if r["subject"] == "norm" and r["mode"] == "training"}
+    assert kept["DecorrelatedBatchNorm2d"] < kept["whitening as usually written"]
+
+
+def test_step_has_the_rows_of_table_6_with_the_papers_figures(records):
+    own = {r["method"]: r for r in records["step"] if r["subject"] == "step"}
+    assert set(step.PAPER) <= set(own)
+    assert own["svd+nog+ow+olr"]["paper"]["svd"] == pytest.approx(155 / 139)
+    assert own["svd"]["paper"]["bn"] == pytest.approx(139 / 132)
+    assert own["svd"]["total"]["svd"]["ratio"] == own["bn"]["total"]["bn"]["ratio"] == 1
+    assert {"nog", "ow", "monitor"} <= {r["part"] for r in records["step"] if r["subject"] == "added"}
+
+
+def test_growth_is_fitted_for_every_contestant(quick):
+    entry = read_results([quick[0]])["subjects"]["solvers"]
+    assert {g["contestant"] for g in entry["growth"]} == {r["contestant"] for r in entry["records"]}
+    made = [
+        {"contestant": "x", "size": n, "batch": b, "spectrum": next(iter(SPECTRA)), "total": {"seconds": n**3 * b**0.5}}
+        for n in (16, 32, 64)
+        for b in (1, 4)
+    ]
+    (found,) = solvers.growth(made)
+    assert found["in_size"] == pytest.approx({"1": 3, "4": 3})
+    assert found["in_batch"] == pytest.approx({"16": 0.5, "32": 0.5, "64": 0.5})
+
+
+def test_page_and_chart_are_made_from_the_files(quick, tmp_path):
+    file, shown = quick
+    write_page(tmp_path / "page.md", [file])
+    page = (tmp_path / "page.md").read_text()
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+    assert "(page.png)" in page
+    assert "quick run" in page
+    subjects = read_results([file])["subjects"]
+    for name in SUBJECTS:
+        for table in tables(name, subjects[name]):
+            assert f"## {table.title}" in page
+            assert table.title in shown
+            assert all(len(row) == len(table.columns) for row in table.rows)
+
+
+def test_promises_are_judged_by_the_records():
+    def record(name, ratio, error):
+        place = {"size": 64, "batch": 1, "spectrum": next(iter(SPECTRA)), "contestant": name}
+        return {**place, "total": {"ratio": ratio}, "gradient_error": error}
+
+    def judged(*records):
+        return [row[1:] for row in promises({"solvers": {"records": list(records)}}).rows]
+
+    ours = record(solvers.DEFAULT, 2.4, 1e-8)
+    assert judged(ours, record("fast and wrong", 1.0, 0.5), record("never finite", 1.0, None)) == [
+        ["in 1 of 1", "yes"],
+        ["2.40", "yes"],
+    ]
+    assert judged(record(solvers.DEFAULT, 2.6, 1e-8), record("better", 1.0, 1e-8)) == [
+        ["in 0 of 1", "no"],
+        ["2.60", "no"],
+    ]
+
+
+def test_the_oracle_is_the_one_of_the_tests():
+    """One by NumPy's eigenvalues, the other by the Lyapunov equation."""
+    X = noise(3, 12, 30)
+    A, G = linalg.covariance(X), noise(3, 12, 12)
+    value, gradient = oracle(A, G)
+    assert truth.relative_error(value, truth.root(A, -0.5, eps=EPS)) < 1e-10
+    assert truth.relative_error(gradient, truth.root_gradient(A, G, -0.5, eps=EPS)) < 1e-8
+    assert truth.relative_error(polar_factor(X[0]), truth.polar(X[0])) < 1e-10
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_the_problems_have_their_spectrum(spectrum):
+    asked = problem(32, 2, spectrum)
+    found, wanted = torch.linalg.eigvalsh(asked.A.double()), SPECTRA[spectrum](32).sort().values.expand(2, 32)
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-14 if spectrum == "ties" else 1e-6)
+    assert torch.equal(problem(32, 2, spectrum).G, asked.G)
+
+
+def test_everyone_begins_a_round_once_and_the_first_round_does_not_count():
+    called = []
+
+    def contestant(name):
+        def passed():
+            called.append(name)
+            yield
+
+        return passed
+
+    passes = alternate({name: contestant(name) for name in "abc"}, Budget(seconds=0, fewest=3))
+    assert "".join(called) == "abc" + "abc" + "bca" + "cab"
+    assert all(len(own) == 3 for own in passes.values())
+
+
+def test_a_contestant_that_fails_is_a_record_and_the_others_go_on(monkeypatch):
+    def failing(A):
+        raise torch.linalg.LinAlgError("did not converge\nat all")
+
+    everyone = solvers.contestants() | {"failing": failing}
+    monkeypatch.setattr(solvers, "contestants", lambda: everyone)
+    found = {r["contestant"]: r for r in solvers.measure(solvers.Cell(16, 1, "condition 1e2"), quick=True)}
+    assert found["failing"]["failed"] == "did not converge"
+    assert "total" not in found["failing"]
+    assert "total" in found[solvers.DEFAULT]
+
+
+def test_peers_compete_where_they_are_installed(tmp_path, monkeypatch):
+    (tmp_path / "torchspd.py").write_text("import torch\ndef invsqrtm(A):\n    return torch.linalg.inv(A)\n")
+    (tmp_path / "spd_learn").mkdir()
+    (tmp_path / "spd_learn" / "__init__.py").write_text("")
+    (tmp_path / "spd_learn" / "functional.py").write_text(
+        "class matrix_inv_sqrt:\n    @staticmethod\n    def apply(A):\n        return A\n"
+    )
+    (tmp_path / "geotorch.py").write_text("def orthogonal(layer, name):\n    layer.made = name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = solvers.contestants()
+    assert torch.allclose(found["torchspd"](torch.eye(2)), torch.eye(2) / (1 + EPS))
+    assert torch.allclose(found["spd_learn"](torch.eye(2)), torch.eye(2) * (1 + EPS))
+    layer = peers.orthogonal_parametrizations()["geotorch"](torch.nn.Linear(2, 2))
+    assert layer.made == "weight"
+
+
+def test_results_that_cant_be_written_or_read(tmp_path):
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(BenchError, match="choose another file by --json"):
+        write_results({}, tmp_path / "folder.json")
+    with pytest.raises(BenchError, match="can't read results from"):
+        read_results([tmp_path / "none.json"])
