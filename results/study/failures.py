@@ -1,0 +1,94 @@
+"""How often does whitening as it is usually written fail, in float32, and how often does ours?
+
+    python results/study/failures.py CIFAR_DIR [--seeds 3] [--steps 300]
+
+The network and the settings of the study, on both stems. The usual way is autograd through `torch.linalg.eigh` in
+float32, with three values of eps. A step fails if the solver raises, or if a gradient is NaN or infinite; then it is
+left out, so that the rest can be counted too. Writes failures.csv beside this file.
+"""
+
+import argparse
+import csv
+import itertools
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from orthocond.lab.bench.layers import UsualWhitening
+from orthocond.lab.config import changed, from_toml
+from orthocond.lab.data import Part, load_data
+from orthocond.lab.models import build
+from orthocond.lab.presets import preset
+from orthocond.lab.train import learning_rate_factor
+from orthocond.nn import DecorrelatedBatchNorm2d
+
+HERE = Path(__file__).parent
+WAYS = {
+    "autograd through eigh, eps 0": lambda width: UsualWhitening(width, eps=0.0),
+    "autograd through eigh, eps 1e-5": lambda width: UsualWhitening(width, eps=1e-5),
+    "autograd through eigh, eps 1e-2": lambda width: UsualWhitening(width, eps=1e-2),
+    "DecorrelatedBatchNorm2d": DecorrelatedBatchNorm2d,
+}
+
+
+def count_failures(way: str, width: int, seed: int, config, data) -> dict[str, object]:
+    torch.manual_seed(seed)
+    model = build("resnet-small", num_classes=10, width=width)
+    model.bn1 = WAYS[way](width)
+    model = model.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(
+        model.parameters(), config.learning_rate, config.momentum, weight_decay=config.weight_decay
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(config, config.steps, config.steps))
+    num_raised = num_not_finite = 0
+    first = None
+    batches = itertools.islice(data.train_batches(1, 0, Part(), torch.device("cpu")), config.steps)
+    for step, (x, y) in enumerate(batches, 1):
+        optimizer.zero_grad()
+        try:
+            F.cross_entropy(model(x), y).backward()
+        except torch.linalg.LinAlgError:
+            num_raised += 1
+            first = first or step
+            continue
+        if not all(p.grad.isfinite().all() for p in model.parameters()):
+            num_not_finite += 1
+            first = first or step
+            continue
+        optimizer.step()
+        schedule.step()
+    return {
+        "stem": width,
+        "whitening": way,
+        "seed": seed,
+        "steps": config.steps,
+        "raised": num_raised,
+        "not_finite": num_not_finite,
+        "first": first or "",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("data")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=300)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    records = []
+    for seed in range(args.seeds):
+        settings = {**from_toml(HERE / "settings.toml"), "steps": args.steps, "data": args.data, "seed": seed}
+        config = changed(preset("dbn-cifar10-small"), settings)
+        data = load_data(config)
+        for width, way in itertools.product((16, 64), WAYS):
+            records.append(count_failures(way, width, seed, config, data))
+            print(records[-1], flush=True)
+    with (HERE / "failures.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+"""The study's tables and pictures.
+
+    python results/study/tables.py collect RUNS    # from the run folders to the committed files beside this one
+    python results/study/tables.py                 # from those files to the tables and pictures in docs/
+
+`runs.csv` has a line for each run, `curves.csv` the condition numbers over the steps. A table in a page stands between
+`<!-- table NAME -->` and `<!-- end -->`, and is written anew; what is around it is written by hand.
+"""
+
+import csv
+import io
+import json
+import math
+import re
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orthocond.lab.report import write_report
+from orthocond.lab.report.folders import method_order
+from orthocond.lab.report.statistics import Difference, holm, paired_difference
+
+HERE = Path(__file__).parent
+DOCS = HERE.parents[1] / "docs"
+PAGES = ("results.md", "gauge.md")
+CONDITIONS = ("cond", "cond_support", "cond_eps")
+FIRST = 10
+"""Steps that are left out of medians and shares: the network has just been initialised."""
+THRESHOLD = 10.0
+"""Of gauge."""
+BIN = 10
+PAPER = {"svd": "1e12", "svd+sn": "1e5", "svd+nog": "1e6", "svd+olr": "1e4", "svd+ow": "1e3"}
+"""Condition numbers that the paper reports (Sec. 4 and 5, Figs. 1, 3 and 4)."""
+
+Record = dict[str, Any]
+
+
+def collect(runs: Path) -> None:
+    """Write what is kept of the run folders."""
+    lines, curves = [], []
+    for experiment in sorted(path for path in runs.iterdir() if path.is_dir()):
+        by_method: dict[str, list[dict[str, np.ndarray]]] = defaultdict(list)
+        for folder in sorted(experiment.glob("*/seed-*")):
+            status = json.loads((folder / "status.json").read_text())
+            if status["state"] != "finished":
+                print(f"{folder}: {status['state']}, left out", file=sys.stderr)
+                continue
+            config = json.loads((folder / "config.json").read_text())
+            line, columns = _run(folder, config)
+            lines.append({"experiment": experiment.name, **line})
+            by_method[config["method"]].append(columns)
+        for method in sorted(by_method, key=method_order):
+            curves += [{"experiment": experiment.name, **point} for point in _curve(method, by_method[method])]
+        for form in ("csv", "json"):
+            write_report([experiment], HERE / f"{experiment.name}.{form}", format=form)
+    lines.sort(key=lambda line: (line["experiment"], method_order(line["method"]), line["seed"]))
+    (HERE / "runs.csv").write_text(_as_csv(lines))
+    (HERE / "curves.csv").write_text(_as_csv(curves))
+
+
+def _run(folder: Path, config: Record) -> tuple[Record, dict[str, np.ndarray]]:
+    records = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["kind"] == "step"]
+    columns = {name: np.array([_number(record[name]) for record in steps]) for name in (*CONDITIONS, "rank")}
+    later = np.arange(len(steps)) >= FIRST
+    times = [json.loads(text) for text in (folder / "times.jsonl").read_text().splitlines()]
+    line: Record = {
+        "method": config["method"],
+        "seed": config["seed"],
+        "steps": len(steps),
+        "error": next(record["val_error"] for record in reversed(records) if record["kind"] == "epoch"),
+        **{name: _digits(_median(columns[name][later])) for name in CONDITIONS},
+        "largest_cond_support": _digits(np.max(columns["cond_support"][later])),
+        "below_threshold": _digits(float(np.mean(columns["cond_support"][later] < THRESHOLD))),
+        "rank_last": _digits(_median(columns["rank"][-len(steps) // 10 :])),
+        "switched": _count(steps, "switched"),
+        "gauged": _count(steps, "gauged"),
+        "failures": sum(record["failures"] or 0 for record in steps),
+        "seconds": _digits(statistics.median(record["seconds"] / record["steps"] for record in times)),
+    }
+    if config["method"] == "bn":
+        line |= dict.fromkeys(("largest_cond_support", "below_threshold"), "")
+    return line, columns
+
+
+def _curve(method: str, runs: list[dict[str, np.ndarray]]) -> Iterable[Record]:
+    """Yield the median, lowest and highest of the seeds, of the medians of every `BIN` steps."""
+    if method == "bn":
+        return
+    for start in range(0, min(len(run["cond"]) for run in runs) - BIN + 1, BIN):
+        point: Record = {"method": method, "step": start + BIN // 2}
+        for name in ("cond_support", "cond"):
+            values = [_median(run[name][start : start + BIN]) for run in runs]
+            point |= {
+                name: _digits(statistics.median(values)),
+                f"{name}_low": _digits(min(values)),
+                f"{name}_high": _digits(max(values)),
+            }
+        yield point
+
+
+def publish() -> None:
+    """Write the tables and pictures of the pages."""
+    runs = read("runs")
+    for name in PAGES:
+        page = DOCS / name
+        page.write_text(with_tables(page.read_text(), runs))
+    pictures(runs, read("curves"), DOCS)
+
+
+def read(name: str) -> list[Record]:
+    """Return the records of a committed file, its numbers as numbers."""
+    with (HERE / f"{name}.csv").open(newline="") as file:
+        return [{key: _parsed(value) for key, value in record.items()} for record in csv.DictReader(file)]
+
+
+def with_tables(page: str, runs: list[Record]) -> str:
+    """Return the page with each of its tables written anew."""
+    return re.sub(
+        r"(<!-- table (\S+) -->\n).*?(<!-- end -->)",
+        lambda match: f"{match[1]}\n{_table(*TABLES[match[2]](runs))}\n{match[3]}",
+        page,
+        flags=re.DOTALL,
+    )
+
+
+class Group:
+    """The runs of one method in one experiment."""
+
+    def __init__(self, runs: list[Record], experiment: str, method: str) -> None:
+        self.method = method
+        self.runs = [run for run in runs if (run["experiment"], run["method"]) == (experiment, method)]
+
+    def values(self, name: str) -> list[float]:
+        return [float(run[name]) for run in self.runs if run[name] != ""]
+
+    @property
+    def errors(self) -> dict[str, float]:
+        return {str(run["seed"]): float(run["error"]) for run in self.runs}
+
+    @property
+    def error(self) -> str:
+        errors = self.values("error")
+        return f"{statistics.mean(errors):.2f} ± {statistics.stdev(errors):.2f}"
+
+    def condition(self, name: str) -> str:
+        """The geometric mean over the seeds of each run's median."""
+        values = self.values(name)
+        return shown(statistics.geometric_mean(values)) if values else ""
+
+    def mean(self, name: str, form: str) -> str:
+        values = self.values(name)
+        return form.format(statistics.mean(values)) if values else ""
+
+
+def groups(runs: list[Record], experiment: str) -> list[Group]:
+    names = {run["method"] for run in runs if run["experiment"] == experiment}
+    return [Group(runs, experiment, name) for name in sorted(names, key=method_order)]
+
+
+Table = tuple[list[str], list[list[str]]]
+
+
+def sweep_table(runs: list[Record], experiment: str) -> Table:
+    found = groups(runs, experiment)
+    control = next(group for group in found if group.method == "svd").errors
+    differences = [None if group.method == "svd" else paired_difference(group.errors, control) for group in found]
+    corrected = holm([math.nan if difference is None else difference.p for difference in differences])
+    rows = []
+    for group, difference, p in zip(found, differences, corrected, strict=True):
+        rows.append(
+            [
+                group.method,
+                group.error,
+                *_told(difference, p),
+                *(group.condition(name) for name in CONDITIONS),
+                group.mean("rank_last", "{:.3g}"),
+                group.mean("failures", "{:.3g}"),
+                str(len(group.runs)),
+            ]
+        )
+    header = ["method", "error %", "difference to svd", "seeds' noise", "cond", "on the support", "with eps"]
+    return [*header, "rank", "failures", "seeds"], rows
+
+
+def gauge_table(runs: list[Record], experiment: str) -> Table:
+    methods = ("bn", "svd", "svd+nog", "svd+gauge", "svd+nog+gauge")
+    rows = []
+    for group in (group for group in groups(runs, experiment) if group.method in methods):
+        below = group.values("below_threshold")
+        rows.append(
+            [
+                group.method,
+                group.error,
+                *(group.condition(name) for name in CONDITIONS),
+                f"{min(below):.1%} to {max(below):.1%}" if below else "",
+                f"{min(group.values('gauged')):.0f} to {max(group.values('gauged')):.0f}"
+                if group.values("gauged")
+                else "",
+                group.mean("rank_last", "{:.3g}"),
+            ]
+        )
+    header = ["method", "error %", "cond", "on the support", "with eps", "steps below 10", "applied", "rank"]
+    return header, rows
+
+
+def claims_table(runs: list[Record]) -> Table:
+    rows = []
+    for method, claim in PAPER.items():
+        stems = [Group(runs, experiment, method) for experiment in ("stem64", "stem16")]
+        figures = [stem.condition(name) for stem in stems for name in ("cond", "cond_support")]
+        rows.append([method, claim, *figures])
+    header = ["method", "paper", "64 channels", "on the support", "16 channels", "on the support"]
+    return header, rows
+
+
+def switch_table(runs: list[Record]) -> Table:
+    rows = []
+    experiments = sorted({str(run["experiment"]) for run in runs})
+    for experiment in experiments:
+        for group in groups(runs, experiment):
+            if group.values("switched"):
+                share = [100 * run["switched"] / run["steps"] for run in group.runs]
+                figures = [group.error, group.condition("cond_support")]
+                rows.append([experiment, group.method, f"{min(share):.1f} to {max(share):.1f}", *figures])
+    return ["experiment", "method", "steps switched, % (seeds)", "error %", "cond on the support"], rows
+
+
+def changes_table(runs: list[Record]) -> Table:
+    """Return each setting that was changed, against the same method and seeds without the change."""
+    rows = []
+    for experiment in sorted({str(run["experiment"]) for run in runs if "-" in str(run["experiment"])}):
+        base = experiment.partition("-")[0]
+        for group in groups(runs, experiment):
+            before = Group(runs, base, group.method)
+            difference = paired_difference(group.errors, before.errors)
+            rows.append(
+                [
+                    experiment,
+                    group.method,
+                    before.error,
+                    group.error,
+                    *_told(difference, difference.p),
+                    f"{before.condition('cond')} to {group.condition('cond')}",
+                    f"{before.condition('cond_support')} to {group.condition('cond_support')}",
+                ]
+            )
+    header = ["experiment", "method", "before", "after", "difference", "seeds' noise", "cond", "on the support"]
+    return header, rows
+
+
+def failures_table(_: list[Record]) -> Table:
+    failures = read("failures")
+    rows = []
+    for stem, way in dict.fromkeys((record["stem"], record["whitening"]) for record in failures):
+        own = [record for record in failures if (record["stem"], record["whitening"]) == (stem, way)]
+        total = sum(record["steps"] for record in own)
+        counts = [f"{sum(record[name] for record in own):.0f} of {total:.0f}" for name in ("raised", "not_finite")]
+        rows.append([f"{stem:.0f}", str(way), *counts, str(len(own))])
+    return ["stem", "whitening", "solver raised", "gradient not finite", "seeds"], rows
+
+
+TABLES: dict[str, Callable[[list[Record]], Table]] = {
+    **{name: lambda runs, name=name: sweep_table(runs, name) for name in ("stem16", "stem64", "pooling")},
+    "gauge16": lambda runs: gauge_table(runs, "stem16"),
+    "gauge64": lambda runs: gauge_table(runs, "stem64"),
+    "claims": claims_table,
+    "switch": switch_table,
+    "changes": changes_table,
+    "failures": failures_table,
+}
+
+
+def pictures(runs: list[Record], curves: list[Record], folder: Path) -> None:
+    """Write the two pictures: condition numbers over the steps, and the errors of all seeds."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    stems = {"stem16": "16 channels, full rank", "stem64": "64 channels, rank 27 at most"}
+    colours = {"svd": "#0072b2", "svd+nog": "#e69f00", "svd+gauge": "#009e73"}
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    for axis, (experiment, title) in zip(axes, stems.items(), strict=True):
+        for method, colour in colours.items():
+            own = [point for point in curves if (point["experiment"], point["method"]) == (experiment, method)]
+            steps = [point["step"] for point in own]
+            axis.plot(steps, [point["cond_support"] for point in own], color=colour, label=method)
+            low, high = ([point[f"cond_support_{end}"] for point in own] for end in ("low", "high"))
+            axis.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
+        axis.axhline(THRESHOLD, color="black", linewidth=0.8, linestyle=":")
+        axis.set(yscale="log", title=title, xlabel="step")
+    axes[0].set_ylabel("condition number on the support")
+    axes[0].text(990, THRESHOLD * 1.1, "threshold", ha="right", fontsize=9)
+    axes[1].legend(loc="center right")
+    figure.savefig(folder / "gauge.png", dpi=110, metadata={"Software": None})
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.6), sharey=True, layout="constrained")
+    names = [group.method for group in groups(runs, "stem16")][::-1]
+    for axis, (experiment, title) in zip(axes, stems.items(), strict=True):
+        for place, name in enumerate(names):
+            errors = Group(runs, experiment, name).values("error")
+            axis.plot(errors, [place] * len(errors), "o", color="#56b4e9", markersize=5)
+            axis.plot([statistics.mean(errors)], [place], "|", color="black", markersize=16)
+        axis.set(title=title, xlabel="error in percent, one dot a seed, the bar their mean")
+        axis.set_yticks(range(len(names)), names)
+        axis.grid(axis="y", alpha=0.3)
+    figure.savefig(folder / "results.png", dpi=110, metadata={"Software": None})
+
+
+def shown(value: float) -> str:
+    if not math.isfinite(value):
+        return "∞"
+    return f"{value:.3g}" if value < 1000 else f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
+
+
+def _told(difference: Difference | None, p: float) -> tuple[str, str]:
+    if difference is None:
+        return "", ""
+    told = f"{difference.mean:+.2f} [{difference.low:+.2f}, {difference.high:+.2f}]"
+    return told, "beyond" if p < 0.05 else "borderline" if difference.p < 0.05 else "within"
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _as_csv(records: list[Record]) -> str:
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return file.getvalue()
+
+
+def _median(values: np.ndarray) -> float:
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if known.size else math.nan
+
+
+def _count(steps: list[Record], name: str) -> int | str:
+    known = [record[name] for record in steps if record[name] is not None]
+    return sum(known) if known else ""
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _digits(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.5g}"
+
+
+def _parsed(value: str) -> Any:
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[1] == "collect":
+        collect(Path(sys.argv[2]))
+    elif len(sys.argv) == 1:
+        publish()
+    else:
+        sys.exit(__doc__)
