@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 LAB    := $(VENV)/.lab
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test check format docs bench clean
+.PHONY: help install demo test check format docs bench study clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,6 +47,13 @@ bench: $(STAMP)  ## what things cost, measured side by side: results/bench, docs
 		$(BIN)/python -m orthocond bench $$subject --json results/bench/$$subject.json || exit 1; \
 	done
 	$(BIN)/python -m orthocond.lab.bench.page docs/benchmark.md results/bench/*.json
+
+study:  ## the study on CIFAR-10: make study DATA=DIR, where DIR has train.parquet and test.parquet; hours
+	@test -f "$(DATA)/train.parquet" || { echo "make study needs CIFAR-10: make study DATA=DIR, with train.parquet and test.parquet in DIR" >&2; exit 2; }
+	@$(MAKE) --no-print-directory $(LAB)
+	PATH="$(abspath $(BIN)):$$PATH" results/study/run "$(DATA)" runs/study
+	$(BIN)/python results/study/tables.py collect runs/study
+	$(BIN)/python results/study/tables.py
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .coverage .import_linter_cache
