@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 LAB    := $(VENV)/.lab
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test check format docs bench study clean
+.PHONY: help install demo test check format docs pictures bench study clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,7 @@ check: $(STAMP)  ## lint, format, types, import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy docs/explanation/pictures.py
 	$(BIN)/lint-imports
 
 format: $(STAMP)  ## mend what ruff can mend
@@ -41,6 +42,9 @@ demo: $(LAB)  ## the demonstration: methods and seeds side by side on real data,
 
 docs:  ## the documentation site
 	@echo "make docs: the documentation site is not built yet; docs/ holds its pages" >&2; exit 1
+
+pictures: $(LAB)  ## the pictures of docs/explanation, again
+	$(BIN)/python docs/explanation/pictures.py
 
 bench: $(STAMP)  ## what things cost, measured side by side: results/bench, docs/benchmark.md; 20 minutes, on a quiet machine
 	for subject in solvers polar layers step; do \
