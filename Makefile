@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 LAB    := $(VENV)/.lab
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test check format docs bench clean
+.PHONY: help install demo test check format docs links bench clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,6 +41,9 @@ demo: $(LAB)  ## the demonstration: methods and seeds side by side on real data,
 
 docs: $(STAMP)  ## the documentation site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+links: $(STAMP)  ## ask every address on the pages whether it answers; needs a network
+	$(BIN)/python docs/_site/pages.py
 
 bench: $(STAMP)  ## what things cost, measured side by side: results/bench, docs/benchmark.md; 20 minutes, on a quiet machine
 	for subject in solvers polar layers step; do \
