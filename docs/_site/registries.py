@@ -83,7 +83,7 @@ def command(name: str) -> str:
 
 def _plain(text: str) -> str:
     """Return text with what Markdown would take for markup escaped."""
-    return re.sub(r"([\\*_<|])", r"\\\1", text).replace("\\|", "|")
+    return re.sub(r"([\\*_])", r"\\\1", text).replace("<", "&lt;")
 
 
 _TABLES = {"registry": registry, "presets": presets, "methods": methods, "command": command}
