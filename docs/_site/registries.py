@@ -1,9 +1,10 @@
 """Tables of what can be chosen by name, and of the command line, made from the registries themselves.
 
 In a page, on a line of its own: ``{{ registry orthocond.linalg.SOLVERS }}``, ``{{ command train }}``,
-``{{ presets }}``, ``{{ methods }}``.
+``{{ presets }}``, ``{{ methods }}``, ``{{ settings }}``.
 """
 
+import dataclasses
 import importlib
 import re
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import typer.main
 
 from orthocond.lab.cli import app
+from orthocond.lab.config import Config
 from orthocond.lab.methods import ALL, PAPER, method
 from orthocond.lab.presets import PRESETS
 
-__all__ = ["command", "methods", "on_page_markdown", "presets", "registry"]
+__all__ = ["command", "methods", "on_page_markdown", "presets", "registry", "settings"]
 
 _DIRECTIVE = re.compile(r"^\{\{ (?P<what>\w+)(?: (?P<name>[\w.-]+))? \}\}$", re.MULTILINE)
 
@@ -64,6 +66,16 @@ def methods() -> str:
     return table(["method", "what it does", "in"], rows)
 
 
+def settings() -> str:
+    """Return a table of the settings of a run."""
+    rows = [
+        [f"`{field.name}`", _plain(field.metadata["help"]), f"`{field.default}`"]
+        for field in dataclasses.fields(Config)
+        if field.metadata
+    ]
+    return table(["setting", "what it is", "default"], rows)
+
+
 def command(name: str) -> str:
     """Return what a command does, its example, and a table of its arguments and options."""
     commands: Any = typer.main.get_command(app)
@@ -86,7 +98,7 @@ def _plain(text: str) -> str:
     return re.sub(r"([\\*_])", r"\\\1", text).replace("<", "&lt;")
 
 
-_TABLES = {"registry": registry, "presets": presets, "methods": methods, "command": command}
+_TABLES = {"registry": registry, "presets": presets, "settings": settings, "methods": methods, "command": command}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
