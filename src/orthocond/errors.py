@@ -30,41 +30,112 @@ __all__ = [
 
 
 class OrthocondError(Exception):
-    """The base of every exception that orthocond raises on purpose."""
+    """The base of every exception that orthocond raises on purpose.
+
+    Example:
+        >>> try:
+        ...     check_choice("cholesky", ["eigh", "svd"], "solver", "my_function")
+        ... except OrthocondError as error:
+        ...     print(error)
+        my_function got an unknown solver 'cholesky'; choose one of eigh, svd.
+    """
 
 
 class ArgumentError(OrthocondError, ValueError):
-    """An argument has the wrong shape or value, or names no known choice."""
+    """An argument has the wrong shape or value, or names no known choice.
+
+    Example:
+        >>> from orthocond.linalg import covariance
+        >>> try:
+        ...     covariance(torch.ones(3))
+        ... except ValueError as error:
+        ...     print(error)
+        covariance expected matrices (..., m, n), got (3,); flatten the rest, e.g. A.flatten(1).
+    """
 
 
 class DtypeError(OrthocondError, TypeError):
-    """A tensor has a dtype that the function can't work with."""
+    """A tensor has a dtype that the function can't work with.
+
+    Example:
+        >>> from orthocond.linalg import covariance
+        >>> try:
+        ...     covariance(torch.ones(2, 3, dtype=torch.long))
+        ... except TypeError as error:
+        ...     print(error)
+        covariance expected a real floating tensor, got torch.int64; convert it, e.g. A.float().
+    """
 
 
 class NonFiniteError(OrthocondError, ValueError):
-    """A matrix that has to be decomposed holds NaN or infinity."""
+    """A matrix that has to be decomposed holds NaN or infinity.
+
+    Example:
+        >>> from orthocond.linalg import matrix_sqrth
+        >>> try:
+        ...     matrix_sqrth(torch.full((2, 2), torch.nan))
+        ... except ValueError as error:
+        ...     print(str(error).partition(";")[0])
+        the matrix to be decomposed holds NaN or infinity (4 entries)
+    """
 
 
 class GradientError(OrthocondError, RuntimeError):
-    """A derivative was asked for that doesn't exist."""
+    """A derivative was asked for that doesn't exist.
+
+    Example:
+        >>> from orthocond.linalg import matrix_sqrth
+        >>> A = torch.diag(torch.tensor([1.0, 2.0])).requires_grad_()
+        >>> (G,) = torch.autograd.grad(matrix_sqrth(A, gradient="taylor").sum(), A, create_graph=True)
+        >>> try:
+        ...     G.sum().backward()
+        ... except RuntimeError as error:
+        ...     print(error)
+        the gradient rule 'taylor' can't be differentiated again; use gradient='exact'.
+    """
 
 
 class SolverError(OrthocondError, RuntimeError):
-    """A decomposition did not converge, and neither did any of its retries."""
+    """A decomposition did not converge, and neither did any of its retries.
+
+    The message names shape, dtype and device, what was tried, and the remedy.
+
+    Example:
+        >>> issubclass(SolverError, RuntimeError), issubclass(SolverError, OrthocondError)
+        (True, True)
+    """
 
 
 class OrthocondWarning(UserWarning):
-    """The base of every warning that orthocond gives."""
+    """The base of every warning that orthocond gives.
+
+    Example:
+        >>> import warnings
+        >>> from orthocond import treat
+        >>> with warnings.catch_warnings(record=True) as given:
+        ...     warnings.simplefilter("always")
+        ...     _ = treat(torch.nn.Sequential(torch.nn.Linear(3, 4)), "0", "ow+olr")
+        >>> given[0].category.__name__
+        'OrthocondWarning'
+    """
 
 
 def check_floating(A: Tensor, caller: str) -> None:
-    """Raise `DtypeError` unless ``A`` is real and floating."""
+    """Raise `DtypeError` unless ``A`` is real and floating.
+
+    Example:
+        >>> check_floating(torch.ones(3), "my_function")
+    """
     if not A.is_floating_point():
         raise DtypeError(f"{caller} expected a real floating tensor, got {A.dtype}; convert it, e.g. A.float().")
 
 
 def check_matrix(A: Tensor, caller: str) -> None:
-    """Raise unless ``A`` is a real floating tensor ``(..., m, n)``."""
+    """Raise unless ``A`` is a real floating tensor ``(..., m, n)``.
+
+    Example:
+        >>> check_matrix(torch.ones(5, 2, 3), "my_function")
+    """
     check_floating(A, caller)
     if A.ndim < 2:
         raise ArgumentError(
@@ -73,7 +144,15 @@ def check_matrix(A: Tensor, caller: str) -> None:
 
 
 def check_square(A: Tensor, caller: str) -> None:
-    """Raise unless ``A`` is a real floating tensor ``(..., n, n)``."""
+    """Raise unless ``A`` is a real floating tensor ``(..., n, n)``.
+
+    Example:
+        >>> try:
+        ...     check_square(torch.ones(3, 4), "my_function")
+        ... except ArgumentError as error:
+        ...     print(error)
+        my_function expected square matrices (..., n, n), got (3, 4); pass a covariance, e.g. covariance(X).
+    """
     check_floating(A, caller)
     if A.ndim < 2 or A.shape[-1] != A.shape[-2]:
         raise ArgumentError(
@@ -83,7 +162,15 @@ def check_square(A: Tensor, caller: str) -> None:
 
 
 def check_nonnegative(value: float, name: str, caller: str) -> None:
-    """Raise unless ``value`` is a finite number that is not negative."""
+    """Raise unless ``value`` is a finite number that is not negative.
+
+    Example:
+        >>> try:
+        ...     check_nonnegative(-1.0, "eps", "my_function")
+        ... except ArgumentError as error:
+        ...     print(error)
+        my_function expected a finite number eps >= 0, got eps=-1.0; pass e.g. eps=1e-5.
+    """
     if torch.compiler.is_compiling():  # the value may be symbolic there
         return
     if not (isinstance(value, float | int | SupportsFloat) and 0 <= float(value) < math.inf):
@@ -93,7 +180,15 @@ def check_nonnegative(value: float, name: str, caller: str) -> None:
 
 
 def check_choice(value: object, choices: Iterable[str], name: str, caller: str) -> None:
-    """Raise unless ``value`` is one of ``choices``; the message lists them and suggests the nearest."""
+    """Raise unless ``value`` is one of ``choices``; the message lists them and suggests the nearest.
+
+    Example:
+        >>> try:
+        ...     check_choice("eig", ["eigh", "svd"], "solver", "my_function")
+        ... except ArgumentError as error:
+        ...     print(error)
+        my_function got an unknown solver 'eig'; choose one of eigh, svd. Did you mean 'eigh'?
+    """
     choices = list(choices)
     if value in choices:
         return

@@ -34,7 +34,12 @@ __all__ = ["TREATMENTS", "LastStep", "Treatment", "TreatmentEntry", "find_pre_sv
 
 @dataclass(frozen=True)
 class TreatmentEntry(Entry):
-    """A treatment: what it does, on what, and where the paper defines it."""
+    """A treatment: what it does, on what, and where the paper defines it.
+
+    Example:
+        >>> TREATMENTS["nog"].description
+        'Nearest orthogonal gradient: the gradient U S V^T is replaced by U V^T.'
+    """
 
     acts_on: str = ""
     """``"weight"``, ``"gradient"``, ``"learning rate"`` or ``"loss"``."""
@@ -79,7 +84,12 @@ TREATMENTS = frozen(
         acts_on="weight",
     ),
 )
-"""The treatments by name."""
+"""The treatments by name.
+
+Example:
+    >>> {name: entry.acts_on for name, entry in TREATMENTS.items()}
+    {'sn': 'weight', 'ol': 'loss', 'ow': 'weight', 'nog': 'gradient', 'olr': 'learning rate', 'gauge': 'weight'}
+"""
 
 _OPTIONS = MappingProxyType(
     {
@@ -98,7 +108,17 @@ _OPTIONS = MappingProxyType(
 
 @dataclass(frozen=True)
 class LastStep:
-    """What a treatment did in the last step."""
+    """What a treatment did in the last step.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2, bias=False))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> treatment = treat(model, "0", "nog").attach(optimizer)
+        >>> model(torch.tensor([[3.0, 4.0]])).sum().backward()
+        >>> optimizer.step()
+        >>> treatment.last.learning_rate, round(treatment.last.gradient_range[1], 3)
+        (0.1, 7.071)
+    """
 
     learning_rate: float
     """The rate that the step was taken with."""
@@ -214,6 +234,15 @@ class Treatment:
     The order within a step is: unscale (GradScaler), the user's clipping, ``gauge``, ``nog``, ``olr``, the optimizer's
     step. So ``nog`` and ``olr`` see weight and gradient in the gauge in which the step is taken. The learning rate that
     ``olr`` takes is put back after the step, so schedulers never see it.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4, bias=False))
+        >>> treatment = treat(model, "0", "ow")
+        >>> orthogonal_loss(model[0].weight).item() < 1e-5
+        True
+        >>> treatment.remove()  # the plain weight again, where it is now
+        >>> type(model[0].weight).__name__
+        'Parameter'
     """
 
     def __init__(

@@ -192,7 +192,12 @@ def num_cores() -> int:
 
 
 def plan(config: Config, methods: Sequence[str], seeds: int, out: Path, shard: tuple[int, int] = (1, 1)) -> list[Run]:
-    """Return the runs of a sweep, seed by seed; of a shard ``(3, 8)``, the third of every eight."""
+    """Return the runs of a sweep, seed by seed; of a shard ``(3, 8)``, the third of every eight.
+
+    Example:
+        >>> [run.name for run in plan(Config("mine"), ["bn", "svd"], 2, Path("runs"))]
+        ['bn seed 0', 'svd seed 0', 'bn seed 1', 'svd seed 1']
+    """
     configs = [
         dataclasses.replace(config, method=name, seed=config.seed + seed) for seed in range(seeds) for name in methods
     ]

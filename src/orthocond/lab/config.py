@@ -33,7 +33,16 @@ def _setting(default: Any, about: str, *, place: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting of a run."""
+    """Every setting of a run.
+
+    Raises:
+        ArgumentError: a value that is not possible.
+
+    Example:
+        >>> config = Config("mine", method="svd+ow+nog", epochs=3)
+        >>> config.method, config.batch_size
+        ('svd+nog+ow', 128)
+    """
 
     preset: str
     method: str = _setting("svd", "svd with any treatment (svd+nog+ow+olr), newton_schulz, or bn")
@@ -138,6 +147,10 @@ def changed(config: Config, settings: Mapping[str, Any]) -> Config:
 
     Raises:
         ArgumentError: a setting that does not exist, or a value of the wrong kind.
+
+    Example:
+        >>> changed(Config("mine"), {"learning_rate": "0.05", "milestones": [10, 20]}).milestones
+        (10, 20)
     """
     fields = [field.name for field in dataclasses.fields(Config) if field.name != "preset"]
     for name in settings:

@@ -215,6 +215,11 @@ def load_data(config: Config) -> Data:
 
     Raises:
         ArgumentError: it is not there, or is not what the configuration says.
+
+    Example:
+        >>> from orthocond.lab.presets import preset
+        >>> load_data(preset("dbn-digits")).num_train
+        1438
     """
     if config.dataset == "digits":
         if config.data is not None:

@@ -127,7 +127,12 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         )
     }
 )
-"""The presets by name."""
+"""The presets by name.
+
+Example:
+    >>> PRESETS["gcp-imagenet"].description
+    'Table 5: covariance pooling, ResNet-18 on ImageNet, 60 epochs'
+"""
 
 
 def preset(name: str) -> Config:

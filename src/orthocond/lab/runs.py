@@ -46,11 +46,24 @@ _LINES = ("metrics.jsonl", "times.jsonl")
 
 
 class RunError(OrthocondError):
-    """A run's folder can't be used, or its files can't be written or read."""
+    """A run's folder can't be used, or its files can't be written or read.
+
+    Example:
+        >>> try:
+        ...     RunFolder("/dev/null/runs")
+        ... except RunError as error:
+        ...     print(error)
+        can't write to /dev/null/runs (Not a directory); choose another folder by --out.
+    """
 
 
 class DivergedError(OrthocondError):
-    """The loss or a weight became NaN or infinite."""
+    """The loss or a weight became NaN or infinite.
+
+    Example:
+        >>> issubclass(DivergedError, OrthocondError)
+        True
+    """
 
 
 class RunFolder:

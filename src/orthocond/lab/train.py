@@ -47,7 +47,12 @@ _FLUSH = 10  # steps between writes: what a device computed is waited for no mor
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
+    """How a run ended.
+
+    Example:
+        >>> Outcome(Path("runs/first"), "finished", 330, 1.5).state
+        'finished'
+    """
 
     folder: Path
     state: str
@@ -72,6 +77,16 @@ def train(config: Config, out: Path | str, *, resume: bool = False, display: Dis
         ArgumentError: the data is missing, or is not what the configuration says.
         RunError: the folder can't be used: not writable, in use, of another run, full.
         DivergedError: the loss became NaN.
+
+    Example:
+        >>> import tempfile
+        >>> from orthocond.lab.config import changed
+        >>> from orthocond.lab.presets import preset
+        >>> config = changed(preset("dbn-digits"), {"method": "svd+nog", "steps": 2, "val_images": 50})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     outcome = train(config, folder)
+        >>> outcome.state, outcome.step
+        ('finished', 2)
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)

@@ -113,4 +113,9 @@ GRADIENTS = frozen(
         kernel=_clip,
     ),
 )
-"""The gradient rules by name. Write one as ``gradient="taylor"`` or ``gradient="taylor(degree=20)"``."""
+"""The gradient rules by name. Write one as ``gradient="taylor"`` or ``gradient="taylor(degree=20)"``.
+
+Example:
+    >>> [name for name, rule in GRADIENTS.items() if rule.bounded]
+    ['exact', 'taylor', 'clip']
+"""

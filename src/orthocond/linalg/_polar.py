@@ -197,4 +197,9 @@ POLAR_SOLVERS = frozen(
         solve=_by_newton_schulz,
     ),
 )
-"""The polar solvers by name. Write one as ``solver="gram"`` or ``solver="newton_schulz(iterations=25)"``."""
+"""The polar solvers by name. Write one as ``solver="gram"`` or ``solver="newton_schulz(iterations=25)"``.
+
+Example:
+    >>> list(POLAR_SOLVERS)
+    ['gram', 'svd', 'newton_schulz']
+"""

@@ -61,7 +61,14 @@ SOLVERS = frozen(
         {"degree": 5, "iterations": 15},
     ),
 )
-"""The solvers by name. Write one as ``solver="eigh"`` or ``solver="newton_schulz(iterations=20)"``."""
+"""The solvers by name. Write one as ``solver="eigh"`` or ``solver="newton_schulz(iterations=20)"``.
+
+Example:
+    >>> list(SOLVERS)
+    ['eigh', 'svd', 'newton_schulz', 'pade']
+    >>> SOLVERS["pade"].options["degree"], SOLVERS["pade"].has_eigenvalues
+    (5, False)
+"""
 
 
 def matrix_sqrth(

@@ -15,7 +15,12 @@ __all__ = ["Spectrum", "spectrum", "spectrum_of"]
 
 
 class Spectrum(NamedTuple):
-    """Eigenvalues, rank and condition numbers of symmetric positive semi-definite matrices."""
+    """Eigenvalues, rank and condition numbers of symmetric positive semi-definite matrices.
+
+    Example:
+        >>> spectrum(torch.diag(torch.tensor([1.0, 4.0]))).eigenvalues
+        tensor([4., 1.])
+    """
 
     eigenvalues: Tensor
     """``(..., n)``, descending."""

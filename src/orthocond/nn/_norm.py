@@ -197,7 +197,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
 
 _DOC = """Whitens {what} by the covariance of its channels over the batch, ZCA, with BatchNorm's habits.
 
-    .. math:: y = \\\\gamma \\\\odot P^{{-1/2}} (x - \\\\mu) + \\\\beta
+    .. math:: y = \\gamma \\odot P^{{-1/2}} (x - \\mu) + \\beta
 
     In training, mean and covariance are those of the batch; in eval, the running mean and the running whitening matrix
     are used, so the layer is one linear map. Directions in which the features don't vary (a 3x3 convolution from 3 to

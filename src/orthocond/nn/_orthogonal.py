@@ -15,6 +15,12 @@ from orthocond.nn._skew import SkewOrthogonalConv2d
 __all__ = ["KINDS", "OrthogonalKernel", "is_orthogonal", "orthogonal_loss", "orthogonal_weight"]
 
 KINDS = ("kernel", "operator")
+"""What `orthogonal_weight` can make orthogonal: the flattened kernel, or the map of images.
+
+Example:
+    >>> KINDS
+    ('kernel', 'operator')
+"""
 
 
 def orthogonal_weight(

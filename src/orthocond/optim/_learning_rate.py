@@ -11,6 +11,12 @@ from orthocond.linalg._precision import widen
 __all__ = ["RULES", "optimal_learning_rate", "rate_for_matrices"]
 
 RULES = ("paper", "exact")
+"""Of `optimal_learning_rate`: the paper's approximation, or the minimum of the objective itself.
+
+Example:
+    >>> RULES
+    ('paper', 'exact')
+"""
 
 
 def optimal_learning_rate(

@@ -46,6 +46,17 @@ def write_report(
     Raises:
         ArgumentError: an unknown format, a folder that doesn't exist, no run in any of them, or an output that
             can't be written.
+
+    Example:
+        >>> import tempfile
+        >>> from orthocond.lab.config import changed
+        >>> from orthocond.lab.presets import preset
+        >>> from orthocond.lab.train import train
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = train(changed(preset("dbn-digits"), {"steps": 2, "val_images": 50}), f"{folder}/svd/seed-0")
+        ...     page = write_report([folder], f"{folder}/report.html").read_text()
+        >>> "<html" in page
+        True
     """
     check_choice(format, FORMATS, "format", "report")
     suffix, text_of = FORMATS[format]

@@ -1,0 +1,110 @@
+"""Tables of what can be chosen by name, and of the command line, made from the registries themselves.
+
+In a page, on a line of its own: ``{{ registry orthocond.linalg.SOLVERS }}``, ``{{ command train }}``,
+``{{ presets }}``, ``{{ methods }}``, ``{{ settings }}``.
+"""
+
+import dataclasses
+import importlib
+import re
+from typing import Any
+
+import typer.main
+
+from orthocond.lab.cli import app
+from orthocond.lab.config import Config
+from orthocond.lab.methods import ALL, PAPER, method
+from orthocond.lab.presets import PRESETS
+
+__all__ = ["command", "methods", "on_page_markdown", "presets", "registry", "settings"]
+
+_DIRECTIVE = re.compile(r"^\{\{ (?P<what>\w+)(?: (?P<name>[\w.-]+))? \}\}$", re.MULTILINE)
+
+
+def table(columns: list[str], rows: list[list[str]]) -> str:
+    r"""Return a Markdown table.
+
+    Example:
+        >>> print(table(["a", "b"], [["1", "x|y"]]))
+        | a | b |
+        | --- | --- |
+        | 1 | x\|y |
+    """
+    lines = [columns, ["---"] * len(columns), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def registry(path: str) -> str:
+    """Return a table of a registry: name with options, description, reference."""
+    module, _, name = path.rpartition(".")
+    rows = []
+    for entry in getattr(importlib.import_module(module), name).values():
+        options = ", ".join(f"{option}={default}" for option, default in entry.options.items())
+        shown = f"{entry.name}({options})" if options else entry.name
+        rows.append([f"`{shown}`", _plain(entry.description), _plain(entry.reference)])
+    return table(["name, with its options' defaults", "what it is", "reference"], rows)
+
+
+def presets() -> str:
+    """Return a table of the presets."""
+    rows = [
+        [
+            f"`{name}`",
+            _plain(entry.description),
+            entry.config.model,
+            str(entry.config.epochs),
+            str(entry.config.batch_size),
+        ]
+        for name, entry in PRESETS.items()
+    ]
+    return table(["preset", "what it is", "model", "epochs", "batch"], rows)
+
+
+def methods() -> str:
+    """Return a table of the methods that sweeps know as ``paper`` and ``all``."""
+    rows = [[f"`{name}`", method(name).description, "paper, all" if name in PAPER else "all"] for name in ALL]
+    return table(["method", "what it does", "in"], rows)
+
+
+def settings() -> str:
+    """Return a table of the settings of a run."""
+    rows = [
+        [f"`{field.name}`", _plain(field.metadata["help"]), f"`{field.default}`"]
+        for field in dataclasses.fields(Config)
+        if field.metadata
+    ]
+    return table(["setting", "what it is", "default"], rows)
+
+
+def command(name: str) -> str:
+    """Return what a command does, its example, and a table of its arguments and options."""
+    commands: Any = typer.main.get_command(app)
+    found = commands.commands[name]
+    rows = []
+    for parameter in found.params:
+        if parameter.param_type_name == "option":
+            shown = ", ".join(f"`{flag}`" for flag in parameter.opts)
+            default = "" if parameter.default in (None, False) else f"`{parameter.default}`"
+        else:
+            shown, default = f"`{parameter.metavar or str(parameter.name).upper()}`", ""
+        rows.append([shown, _plain(parameter.help or ""), default])
+    text = f"{found.help}\n\n{table(['argument or option', 'what it is', 'default'], rows) if rows else ''}"
+    example = (found.epilog or "").removeprefix("Example: ")
+    return f"{text}\n\nExample: `{example}`\n" if example else text
+
+
+def _plain(text: str) -> str:
+    """Return text with what Markdown would take for markup escaped."""
+    return re.sub(r"([\\*_])", r"\\\1", text).replace("<", "&lt;")
+
+
+_TABLES = {"registry": registry, "presets": presets, "settings": settings, "methods": methods, "command": command}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace the directives of a page by their tables."""
+
+    def made(found: re.Match[str]) -> str:
+        return _TABLES[found["what"]](*([found["name"]] if found["name"] else []))
+
+    return _DIRECTIVE.sub(made, markdown)
