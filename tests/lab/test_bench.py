@@ -1,13 +1,15 @@
 """The benchmark: that it runs, that its figures are sane, and that it judges by the truth; never how fast it is."""
 
 import json
+import sys
 
 import pytest
 import torch
 
 from orthocond import linalg
 from orthocond.lab.bench import layers, peers, polar, solvers, step
-from orthocond.lab.bench.measure import Budget, alternate
+from orthocond.lab.bench.measure import Budget, alternate, saved_bytes
+from orthocond.lab.bench.page import main as page_main
 from orthocond.lab.bench.page import write_page
 from orthocond.lab.bench.problems import EPS, SPECTRA, oracle, polar_factor, problem
 from orthocond.lab.bench.run import SUBJECTS, BenchError, read_results, write_results
@@ -195,28 +197,55 @@ def test_a_contestant_that_fails_is_a_record_and_the_others_go_on(monkeypatch):
     def failing(A):
         raise torch.linalg.LinAlgError("did not converge\nat all")
 
-    everyone = solvers.contestants() | {"failing": failing}
+    def silent(A):
+        raise AssertionError
+
+    everyone = solvers.contestants() | {"failing": failing, "silent": silent}
     monkeypatch.setattr(solvers, "contestants", lambda: everyone)
     found = {r["contestant"]: r for r in solvers.measure(solvers.Cell(16, 1, "condition 1e2"), quick=True)}
     assert found["failing"]["failed"] == "did not converge"
+    assert found["silent"]["failed"] == "AssertionError"
     assert "total" not in found["failing"]
     assert "total" in found[solvers.DEFAULT]
 
 
-def test_peers_compete_where_they_are_installed(tmp_path, monkeypatch):
-    (tmp_path / "torchspd.py").write_text("import torch\ndef invsqrtm(A):\n    return torch.linalg.inv(A)\n")
-    (tmp_path / "spd_learn").mkdir()
-    (tmp_path / "spd_learn" / "__init__.py").write_text("")
-    (tmp_path / "spd_learn" / "functional.py").write_text(
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder that packages are found in, forgotten again after the test."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in peers.PACKAGES:
+            del sys.modules[name]
+
+
+def test_peers_compete_where_they_are_installed(site):
+    (site / "torchspd.py").write_text("import torch\ndef invsqrtm(A):\n    return torch.linalg.inv(A)\n")
+    (site / "spd_learn").mkdir()
+    (site / "spd_learn" / "__init__.py").write_text("")
+    (site / "spd_learn" / "functional.py").write_text(
         "class matrix_inv_sqrt:\n    @staticmethod\n    def apply(A):\n        return A\n"
     )
-    (tmp_path / "geotorch.py").write_text("def orthogonal(layer, name):\n    layer.made = name\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    (site / "geotorch.py").write_text("def orthogonal(layer, name):\n    layer.made = name\n")
     found = solvers.contestants()
-    assert torch.allclose(found["torchspd"](torch.eye(2)), torch.eye(2) / (1 + EPS))
+    for name in ("torchspd", "torchspd in float64"):
+        assert torch.allclose(found[name](torch.eye(2)), torch.eye(2) / (1 + EPS))
     assert torch.allclose(found["spd_learn"](torch.eye(2)), torch.eye(2) * (1 + EPS))
     layer = peers.orthogonal_parametrizations()["geotorch"](torch.nn.Linear(2, 2))
     assert layer.made == "weight"
+
+
+def test_a_peer_that_cant_be_imported_is_left_out_and_told(site):
+    (site / "torchspd.py").write_text("import something_that_is_not_there\n")
+    (site / "geotorch.py").write_text("raise RuntimeError('not with this torch')\n")
+    assert "torchspd" not in solvers.contestants()
+    assert "geotorch" not in peers.orthogonal_parametrizations()
+    assert peers.state() == {
+        "torchspd": "can't be imported: No module named 'something_that_is_not_there'",
+        "spd_learn": "not installed",
+        "geotorch": "can't be imported: not with this torch",
+    }
 
 
 def test_results_that_cant_be_written_or_read(tmp_path):
@@ -225,3 +254,66 @@ def test_results_that_cant_be_written_or_read(tmp_path):
         write_results({}, tmp_path / "folder.json")
     with pytest.raises(BenchError, match="can't read results from"):
         read_results([tmp_path / "none.json"])
+    (tmp_path / "other.json").write_text("[1, 2]")
+    with pytest.raises(BenchError, match="not of orthocond bench"):
+        read_results([tmp_path / "other.json"])
+
+
+def test_a_file_that_cant_be_written_is_told_before_anything_is_measured(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from orthocond.lab.cli import app
+
+    monkeypatch.setattr("orthocond.lab.bench.run.run", lambda *_, **__: pytest.fail("measured"))
+    (tmp_path / "folder.json").mkdir()
+    done = CliRunner().invoke(app, ["bench", "--quick", "--json", str(tmp_path / "folder.json")])
+    assert isinstance(done.exception, BenchError)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_the_page_without_results_is_one_sentence(tmp_path, monkeypatch):
+    for arguments, told in (([], "usage"), (["page.md", str(tmp_path / "none.json")], "can't read results")):
+        monkeypatch.setattr(sys, "argv", ["page", *arguments])
+        with pytest.raises(SystemExit, match=told):
+            page_main()
+
+
+def test_what_is_saved_and_let_go_again_is_not_kept():
+    x = torch.ones(8, requires_grad=True)
+
+    def forward():
+        (2 * x).exp()
+        return x.exp()
+
+    assert saved_bytes(forward) == 32
+
+
+def test_an_error_that_is_not_finite_is_strict_json_too(monkeypatch):
+    everyone = polar.contestants(polar.Cell(4, 6)) | {"broken": lambda A: A * torch.nan}
+    monkeypatch.setattr(polar, "contestants", lambda cell: everyone)
+    records = polar.measure(polar.Cell(4, 6), quick=True)
+    assert {r["contestant"]: r["error"] for r in records}["broken"] is None
+    json.dumps(records, allow_nan=False)
+    (table,) = tables("polar", {"records": records})
+    assert "not finite" in table.rows[0][-1]
+
+
+def test_what_treatments_add_is_timed_on_a_gradient_that_is_one(monkeypatch):
+    made = []
+    convolution = torch.nn.Conv2d
+    monkeypatch.setattr(step.nn, "Conv2d", lambda *a, **o: made.append(convolution(*a, **o)) or made[-1])
+    for _ in step._stem("none")():
+        pass
+    (conv,) = made
+    assert conv.weight.grad.norm() > 1e-3 * conv.weight.norm()
+
+
+def test_where_the_default_fails_the_table_says_so():
+    place = {"size": 64, "batch": 1, "spectrum": next(iter(SPECTRA))}
+    spread = {"ratio": 1.0, "low": 1.0, "high": 1.0, "seconds": 1.0}
+    other = {**place, "contestant": "other", "forward": spread, "total": spread, "gradient_error": 1e-8}
+    records = [{**place, "contestant": solvers.DEFAULT, "failed": "no"}, other]
+    _, fastest, _ = tables("solvers", {"records": records, "growth": []})
+    assert fastest.rows[0][1] == "other (failed)"
+    _, fastest, _ = tables("solvers", {"records": records[:1], "growth": []})
+    assert fastest.rows[0][1:3] == ["none", ""]

@@ -1,5 +1,7 @@
 """The covariance of eq. 2."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -56,6 +58,19 @@ def test_gradients_of_every_kind():
     G = noise(2, 3, 3, dtype=torch.float64)
     found, truth = (torch.autograd.grad(function(X), X, G)[0] for function in (compiled, covariance))
     assert torch.allclose(found, truth)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_transforms_on_transforms_and_a_trace_that_can_be_saved():
+    X, G = noise(3, 5, dtype=torch.float64), noise(3, 3, dtype=torch.float64)
+
+    def loss(X):
+        return (covariance(X) * G).square().sum()
+
+    truth = torch.func.jacrev(torch.func.jacrev(loss))(X)
+    for outer, inner in ((torch.func.jacfwd, torch.func.jacfwd), (torch.func.jacfwd, torch.func.jacrev)):
+        assert torch.allclose(outer(inner(loss))(X), truth)
+    torch.jit.save(torch.jit.trace(covariance, (X,)), io.BytesIO())
 
 
 def test_the_gradient_of_features_with_a_large_mean_is_accurate():

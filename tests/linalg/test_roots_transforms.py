@@ -34,6 +34,15 @@ def test_per_sample_gradients(solver):
     assert torch.allclose(mapped, leaf.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("spectrum", ["repeated", "rank-deficient"])
+def test_the_gradients_of_several_directions_at_once(spectrum):
+    A = matrices(spectrum, 3, (2,), torch.float64).requires_grad_()
+    value, G = matrix_sqrth(A), noise(4, 2, 3, 3, dtype=torch.float64)
+    (together,) = torch.autograd.grad(value, A, G, is_grads_batched=True, retain_graph=True)
+    alone = [torch.autograd.grad(value, A, each, retain_graph=True)[0] for each in G]
+    assert torch.allclose(together, torch.stack(alone))
+
+
 def test_jacobian_and_hessian_by_vmap():
     A = matrices("repeated", 3, (), torch.float64)
     jacobian = torch.func.jacrev(matrix_sqrth)(A)

@@ -6,6 +6,8 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 
 from orthocond.errors import ArgumentError
@@ -142,6 +144,29 @@ def test_in_eval_the_exponential_is_computed_once_and_never_out_of_date(monkeypa
     conv.train()
     assert conv.weight.requires_grad
     assert copy.deepcopy(conv.eval()).weight.equal(conv.weight)
+
+
+def test_the_weight_that_is_kept_is_no_answer_to_a_tangent_or_a_tracer():
+    linear = orthogonal_weight(nn.Linear(4, 4)).eval()
+    kernel, W = linear.parametrizations.weight[0], linear.parametrizations.weight.original.detach()
+    with torch.no_grad():
+        kept = kernel(W)
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward AD"):
+            kernel(forward_ad.make_dual(W, torch.ones(4, 4)))
+        traced = make_fx(lambda W: kernel(W))(W)
+        assert torch.equal(traced(W), kept)
+        assert torch.equal(traced(2 * W + 1), kernel(2 * W + 1))
+
+
+def test_a_kept_weight_is_not_that_of_another_formula_and_old_pickles_have_none():
+    linear = orthogonal_weight(nn.Linear(4, 4)).eval()
+    kernel, W = linear.parametrizations.weight[0], 50 * noise(4, 4)
+    with torch.no_grad():
+        unbounded = kernel(W)
+        kernel.normalize = True
+        assert not torch.allclose(kernel(W), unbounded)
+        kernel.__dict__.pop("_last")
+        assert is_orthogonal(kernel(W))
 
 
 @pytest.mark.parametrize("channels", [(4, 4), (3, 8), (8, 3)])

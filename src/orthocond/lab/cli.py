@@ -205,11 +205,13 @@ def bench_command(
     json: Annotated[Path | None, typer.Option(help="File for the results, beside the environment.")] = None,
 ) -> None:
     """Measure what things cost, side by side with what one would use instead."""
-    from orthocond.lab.bench.run import SUBJECTS, run, write_results
+    from orthocond.lab.bench.run import SUBJECTS, check_place, run, write_results
     from orthocond.lab.bench.tables import promises, tables
 
     if subject is not None:
         check_choice(subject, SUBJECTS, "subject", "bench")
+    if json is not None:
+        check_place(json)
     results = run([subject] if subject is not None else list(SUBJECTS), quick=quick, console=Console(stderr=True))
     if json is not None:
         write_results(results, json)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from orthocond.errors import ArgumentError, check_matrix
-from orthocond.linalg._apply import applied
+from orthocond.linalg._apply import applied, is_plain
 from orthocond.linalg._precision import autocast_off, lift
 
 __all__ = ["covariance"]
@@ -49,15 +49,14 @@ def covariance(X: Tensor, *, dim: int = -1) -> Tensor:
         raise ArgumentError(f"covariance expected at least one sample, got {tuple(X.shape)} with dim={dim}.")
     with autocast_off(X.device):
         samples = lift(X.movedim(dim, -1))
-        # A compiler plans the memory of plain operations itself, and takes no function with a forward derivative.
-        P: Tensor = _Covariance.forward(samples) if torch.compiler.is_compiling() else applied(_Covariance, samples)
+        # A compiler plans the memory of plain operations itself, and takes no function with a forward derivative; nor
+        # is that of a function differentiated forward again, by torch.func.
+        P: Tensor = applied(_Covariance, samples) if is_plain() else _Covariance.forward(samples)
         return P.to(X.dtype)
 
 
 class _Covariance(torch.autograd.Function):
     """``X -> X J X^T`` over the last dimension: plain operations would keep a centred copy, and multiply twice."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(X: Tensor) -> Tensor:

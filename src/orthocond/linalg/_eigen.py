@@ -117,8 +117,9 @@ class _EigenDerivative(torch.autograd.Function):
         parts = split(eigenvalues, eps, rtol)
         rule, options = resolve(GRADIENTS, gradient, "gradient", "backward")
         F = differences(rule, options, parts, power, eps)
-        # F is symmetric, so the symmetric part may be taken last, where it is cheapest.
-        return symmetric(narrow(U @ F.mul_(U.mT @ G.to(U) @ U) @ U.mT, A))
+        # F is symmetric, so the symmetric part may be taken last, where it is cheapest. Of the two factors it is G that
+        # may be of several directions at once.
+        return symmetric(narrow(U @ (U.mT @ G.to(U) @ U).mul_(F) @ U.mT, A))
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:

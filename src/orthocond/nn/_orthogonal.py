@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
 from orthocond.errors import ArgumentError, check_choice, check_matrix
@@ -95,6 +96,8 @@ class OrthogonalKernel(nn.Module):
     base: Tensor
     tau: Tensor
     signs: Tensor
+    _last: tuple[bool, tuple[Tensor, ...], Tensor] | None = None
+    """``normalize``, the tensors and the weight made of them."""
 
     def __init__(self, weight: Tensor, *, groups: int = 1, transposed: bool = False, normalize: bool = False) -> None:
         super().__init__()
@@ -105,20 +108,18 @@ class OrthogonalKernel(nn.Module):
         self.register_buffer("base", torch.zeros_like(frame))
         self.register_buffer("tau", torch.zeros_like(frame[..., 0, :]))
         self.register_buffer("signs", torch.ones_like(frame[..., 0, :]))
-        self._last: tuple[tuple[Tensor, ...], Tensor] | None = None
 
     def forward(self, W: Tensor) -> Tensor:
         """Return the orthogonal weight; in eval without gradients, the last one while nothing has changed."""
         if self.training and self._last is not None:
             self._last = None
-        is_ordinary = type(W) in (Tensor, nn.Parameter) and not W.is_meta and is_plain()
-        if self.training or torch.is_grad_enabled() or not is_ordinary:
+        if self.training or torch.is_grad_enabled() or not _is_ordinary(W):
             return self._weight(W)
-        parts = (W, self.base, self.tau, self.signs)
+        parts, last = (W, self.base, self.tau, self.signs), self._last
         # By value: writing to `.data`, as some averages of weights do, leaves no other trace.
-        if self._last is None or not all(map(_is_same, parts, self._last[0])):
-            self._last = tuple(part.detach().clone() for part in parts), self._weight(W)
-        return self._last[1].clone()
+        if last is None or last[0] != self.normalize or not all(map(_is_same, parts, last[1])):
+            self._last = last = self.normalize, tuple(part.detach().clone() for part in parts), self._weight(W)
+        return last[2].clone()
 
     def _weight(self, W: Tensor) -> Tensor:
         with autocast_off(W.device):
@@ -193,6 +194,13 @@ def is_orthogonal(weight: Tensor, *, atol: float | None = None) -> bool:
         _tall(lift(weight.detach().flatten(1))),
         atol if atol is not None else _rounding(weight.flatten(1), weight.dtype),
     )
+
+
+def _is_ordinary(W: Tensor) -> bool:
+    """Return whether values are all there is to a tensor: no tangent, and nothing records what is done to it."""
+    if not is_plain() or type(W) not in (Tensor, nn.Parameter) or W.is_meta:
+        return False
+    return not torch._C._len_torch_dispatch_stack() and forward_ad._current_level < 0
 
 
 def _is_same(found: Tensor, known: Tensor) -> bool:

@@ -7,6 +7,7 @@ backward, whose times are taken.
 import gc
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -123,15 +124,23 @@ def saved_bytes(forward: Callable[[], object]) -> int:
         >>> saved_bytes(lambda: x.exp()), saved_bytes(lambda: x * 2)
         (16, 0)
     """
-    seen: dict[int, int] = {}
+    kept: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
-    def pack(tensor: Tensor) -> Tensor:
-        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
+    def pack(tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor.detach())  # an output itself would hold its own graph
+        kept.add(saved)
+        return saved
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward()
-    return sum(seen.values())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        result = forward()
+    storages = [saved.tensor.untyped_storage() for saved in kept]
+    del result  # until here it held the graph, and the graph what is kept
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@dataclass(frozen=True, eq=False)
+class _Saved:
+    tensor: Tensor
 
 
 def growth_exponent(points: Mapping[int, float]) -> float | None:

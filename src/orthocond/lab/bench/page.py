@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orthocond.lab.bench.run import SUBJECTS, read_results
+from orthocond.lab.bench.run import SUBJECTS, BenchError, read_results
 from orthocond.lab.bench.solvers import ACCURATE, DEFAULT
 from orthocond.lab.bench.tables import Table, promises, tables
 
@@ -26,8 +26,13 @@ _AXIS_START, _AXIS_END = 1e-9, 1e2
 
 def main() -> None:
     """Write the page named first from the results named after it."""
+    if len(sys.argv) < 3:
+        sys.exit("usage: python -m orthocond.lab.bench.page PAGE RESULTS...")
     page, *files = map(Path, sys.argv[1:])
-    write_page(page, files)
+    try:
+        write_page(page, files)
+    except BenchError as error:
+        sys.exit(str(error))
 
 
 def write_page(page: Path, files: list[Path]) -> None:

@@ -1,6 +1,7 @@
-"""What others offer on PyPI: competes where it is installed, and is never needed."""
+"""What others offer on PyPI: competes where it is installed and can be imported, and is never needed."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-__all__ = ["inverse_roots", "orthogonal_parametrizations"]
+__all__ = ["PACKAGES", "inverse_roots", "orthogonal_parametrizations", "shifted", "state"]
+
+PACKAGES = {"torchspd": "torchspd", "spd_learn": "spd_learn.functional", "geotorch": "geotorch"}
+"""By name, the module that is needed of each."""
+
+
+def state() -> dict[str, str]:
+    """Return for each package its version, or why it does not compete."""
+    return {package: _version(package) if _module(package) else _why_not(package) for package in PACKAGES}
 
 
 def inverse_roots() -> dict[str, Callable[[Tensor], Tensor]]:
@@ -17,7 +26,7 @@ def inverse_roots() -> dict[str, Callable[[Tensor], Tensor]]:
     return _installed(
         {
             "torchspd": lambda package: package.invsqrtm,
-            "spd_learn.functional": lambda package: package.matrix_inv_sqrt.apply,
+            "spd_learn": lambda package: package.matrix_inv_sqrt.apply,
         }
     )
 
@@ -41,12 +50,29 @@ def _whole(make: Callable[[nn.Module, str], None]) -> Callable[[nn.Module], nn.M
 
 
 def _installed(peers: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
-    found = {}
-    for name, get in peers.items():
-        package = name.partition(".")[0]
-        if importlib.util.find_spec(package) is not None:
-            found[package] = get(importlib.import_module(name))
-    return found
+    return {package: get(module) for package, get in peers.items() if (module := _module(package)) is not None}
+
+
+def _module(package: str) -> Any | None:
+    return None if _why_not(package) else importlib.import_module(PACKAGES[package])
+
+
+def _why_not(package: str) -> str:
+    """Return why a package can't be imported; nothing if it can."""
+    if importlib.util.find_spec(package) is None:
+        return "not installed"
+    try:
+        importlib.import_module(PACKAGES[package])
+    except Exception as error:  # of another's package: whatever it is, the others go on
+        return f"can't be imported: {error}"
+    return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def shifted(root: Callable[[Tensor], Tensor], eps: float) -> Callable[[Tensor], Tensor]:

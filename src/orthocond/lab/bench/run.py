@@ -1,5 +1,6 @@
 """Running the subjects of the benchmark, and their results as JSON beside the environment."""
 
+import errno
 import json
 import os
 import time
@@ -13,10 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from orthocond.errors import OrthocondError
-from orthocond.lab.bench import layers, polar, solvers, step
+from orthocond.lab.bench import layers, peers, polar, solvers, step
 from orthocond.lab.runs import environment
 
-__all__ = ["SUBJECTS", "BenchError", "Subject", "read_results", "run", "write_results"]
+__all__ = ["SUBJECTS", "BenchError", "Subject", "check_place", "read_results", "run", "write_results"]
 
 
 class BenchError(OrthocondError):
@@ -53,7 +54,8 @@ def run(names: Iterable[str], *, quick: bool, console: Console) -> dict[str, Any
         quick: small problems and few rounds: whether it runs, not how fast.
         console: where the progress is shown, a bar on a terminal and lines elsewhere.
     """
-    found: dict[str, Any] = {"environment": environment(device="cpu", world_size=1), "quick": quick, "subjects": {}}
+    about = {**environment(device="cpu", world_size=1), "peers": peers.state()}
+    found: dict[str, Any] = {"environment": about, "quick": quick, "subjects": {}}
     for name in names:
         subject = SUBJECTS[name]
         began = time.monotonic()
@@ -66,15 +68,28 @@ def run(names: Iterable[str], *, quick: bool, console: Console) -> dict[str, Any
     return found
 
 
+def check_place(file: Path) -> None:
+    """Raise unless results can be written to the file: better now than when they are there."""
+    partial = _partial(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+        partial.unlink()
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except OSError as error:
+        raise _cant_write(file, error) from None
+
+
 def write_results(results: dict[str, Any], file: Path) -> None:
     """Write results as JSON, whole or not at all; the folder is made if it isn't there."""
-    partial = file.with_name(f"{file.name}.partial")
+    partial = _partial(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
         os.replace(partial, file)
     except OSError as error:
-        raise BenchError(f"can't write {file} ({error.strerror}); choose another file by --json.") from None
+        raise _cant_write(file, error) from None
 
 
 def read_results(files: Iterable[Path]) -> dict[str, Any]:
@@ -85,10 +100,20 @@ def read_results(files: Iterable[Path]) -> dict[str, Any]:
             one = json.loads(file.read_text())
         except (OSError, ValueError) as error:
             raise BenchError(f"can't read results from {file}: {error}.") from None
+        if not isinstance(one, dict) or not {"environment", "quick", "subjects"} <= set(one):
+            raise BenchError(f"can't read results from {file}: they are not of orthocond bench --json.")
         for name, entry in one["subjects"].items():
             merged["subjects"][name] = entry
             merged["environment"][name], merged["quick"][name] = one["environment"], one["quick"]
     return merged
+
+
+def _partial(file: Path) -> Path:
+    return file.with_name(f"{file.name}.partial")
+
+
+def _cant_write(file: Path, error: OSError) -> BenchError:
+    return BenchError(f"can't write {file} ({error.strerror}); choose another file by --json.")
 
 
 def _shown(cells: list[Any], title: str, console: Console) -> Iterator[Any]:

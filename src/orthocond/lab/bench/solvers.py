@@ -59,16 +59,25 @@ def cells(*, quick: bool) -> Iterator[Cell]:
 
 
 def contestants() -> dict[str, Root]:
-    """Return everything that gives ``(A + eps I)^(-1/2)`` and a gradient, by name."""
+    """Return everything that gives ``(A + eps I)^(-1/2)`` and a gradient, by name.
+
+    Ours work in float64 inside, so those that don't compete in float64, too.
+    """
     ours: dict[str, dict[str, Any]] = {f"eigh + {rule}": {"gradient": rule} for rule in linalg.GRADIENTS}
+    others = inverse_roots()
     ours |= {solver: {"solver": solver} for solver in linalg.SOLVERS if solver != "eigh"}
     return {
         **{name: functools.partial(linalg.matrix_inv_sqrth, eps=EPS, **options) for name, options in ours.items()},
         "autograd, eigh": through_eigh,
-        "autograd, eigh in float64": lambda A: through_eigh(A.double()).to(A.dtype),
+        "autograd, eigh in float64": _in_float64(through_eigh),
         "autograd, svd": through_svd,
-        **{name: shifted(root, EPS) for name, root in inverse_roots().items()},
+        **{name: shifted(root, EPS) for name, root in others.items()},
+        **{f"{name} in float64": _in_float64(shifted(root, EPS)) for name, root in others.items()},
     }
+
+
+def _in_float64(root: Root) -> Root:
+    return lambda A: root(A.double()).to(A.dtype)
 
 
 def through_eigh(A: Tensor) -> Tensor:
@@ -94,8 +103,8 @@ def measure(cell: Cell, *, quick: bool) -> list[dict[str, Any]]:
         record: dict[str, Any] = {"size": cell.size, "batch": cell.batch, "spectrum": cell.spectrum, "contestant": name}
         try:
             record |= _judged(root, asked)
-        except (RuntimeError, ValueError) as error:
-            record["failed"] = str(error).strip().splitlines()[0]
+        except Exception as error:  # of another's code: whatever it is, the others go on
+            record["failed"] = next(iter(str(error).strip().splitlines()), type(error).__name__)
         else:
             running[name] = forward_backward(root, asked.A, asked.G)
         records.append(record)

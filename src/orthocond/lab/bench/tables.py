@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orthocond.lab.bench.problems import SPECTRA
+from orthocond.lab.bench.problems import EPS, SPECTRA
 from orthocond.lab.bench.solvers import ACCURATE, DEFAULT
 
 __all__ = ["Table", "promises", "tables"]
@@ -63,8 +63,9 @@ def _errors(records: Records) -> Table:
         )
     return Table(
         f"Inverse roots of 1x{size}x{size}, float32",
-        f"Time over `torch.linalg.eigh` forward in float64 ({spectra[0]}; the quartiles over the rounds in brackets), "
-        "what is kept for the backward pass over the matrix itself, and the relative error of the gradient.",
+        f"Of `A + {EPS:.0e} I`, so of a condition up to {1 / EPS:.0e}. Time over `torch.linalg.eigh` forward in "
+        f"float64 ({spectra[0]}; the quartiles over the rounds in brackets), what is kept for the backward pass over "
+        "the matrix itself, and the relative error of the gradient.",
         ["contestant", "forward", "forward and backward", "kept", *spectra],
         rows,
     )
@@ -78,16 +79,16 @@ def _fastest(records: Records) -> Table:
             own = [r for r in records if (r["size"], r["batch"], r["spectrum"]) == (size, batch, spectrum)]
             best = _best(own)
             if best is None:
-                row.append("")
+                row.append("none" if own else "")
                 continue
             default = next((r for r in own if r["contestant"] == DEFAULT and "total" in r), None)
-            behind = default["total"]["ratio"] / best["total"]["ratio"] if default is not None else 1.0
-            row.append(best["contestant"] + (f" ({behind:.2f})" if best is not default else ""))
+            behind = f"{default['total']['ratio'] / best['total']['ratio']:.2f}" if default is not None else "failed"
+            row.append(best["contestant"] + (f" ({behind})" if best is not default else ""))
         rows.append(row)
     return Table(
         f"The fastest way to a gradient error below {ACCURATE:.0e}",
-        f"Where it is not {DEFAULT}, the time of {DEFAULT} over its own. Empty: not measured, one round would take "
-        "minutes.",
+        f"Where it is not {DEFAULT}, the time of {DEFAULT} over its own. Empty: not measured; of large batches "
+        "one spectrum stands for all, and a round of larger ones yet would take minutes.",
         ["matrices", *SPECTRA],
         rows,
     )
@@ -136,12 +137,18 @@ _LAYERS = {
 }
 
 
+_WEIGHT_NOTE = (
+    "over the weight itself. In eval `orthogonal_weight` gives the last one while nothing has changed, and the others "
+    "make it anew."
+)
+
+
 def _layers(records: Records, subject: str) -> Table:
     own = [r for r in records if r["subject"] == subject]
     return Table(
         _LAYERS[subject],
         f"Time over {own[0]['reference']} of the same shape, layout and mode; what is kept for the backward pass "
-        "over the input itself.",
+        + ("over the input itself." if subject != "weight" else _WEIGHT_NOTE),
         ["layer", "shape", "layout", "mode", "forward", "forward and backward", "kept"],
         [
             [
@@ -229,7 +236,7 @@ def _everything_is_cheap(records: Records) -> tuple[str, bool] | None:
 _PROMISES: dict[str, list[tuple[str, Callable[[Records], tuple[str, bool] | None]]]] = {
     "solvers": [
         (f"{DEFAULT} is the fastest way to a gradient error below {ACCURATE:.0e}", _default_is_fastest),
-        ("1x64x64 forward and backward at most 2.5 times eigh forward", _small_is_cheap),
+        ("1x64x64 forward and backward at most 2.5 times eigh forward in float64", _small_is_cheap),
     ],
     "layers": [
         ("decorrelated batch norm at most 2 times BatchNorm2d on 128x64x32x32 in the better layout", _norm_is_cheap)
@@ -262,7 +269,11 @@ def _times(spread: dict[str, float] | None) -> str:
 
 
 def _time_and_error(record: dict[str, Any] | None) -> str:
-    return "" if record is None else f"{record['total']['ratio']:.2f}, {record['error']:.0e}"
+    return (
+        ""
+        if record is None
+        else f"{record['total']['ratio']:.2f}, " + (_number(record["error"], "{:.0e}") or "not finite")
+    )
 
 
 def _percents(spread: dict[str, float]) -> str:
