@@ -174,3 +174,9 @@ def test_gradients_too_large_for_the_dtype_saturate(solver, scale, dtype):
     matrix_inv_sqrth(A, solver=solver).sum().backward()
     assert A.grad.isfinite().all()
     assert A.grad.abs().max() > 1e4
+
+
+@pytest.mark.parametrize("options", [{"rtol": 0.0}, {"rtol": 1e-30}, {"eps": 1e-90}])
+def test_a_root_that_float32_can_not_hold_is_the_largest_number(options):
+    A = torch.diag(torch.tensor([1.0, 1e-45])) @ torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    assert torch.isfinite(matrix_inv_sqrth(A, **options)).all()

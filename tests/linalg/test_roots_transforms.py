@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from orthocond.errors import NonFiniteError
 from orthocond.linalg import (
@@ -117,3 +118,12 @@ def test_autocast_does_not_lower_the_precision(solver):
 def test_meta_tensors_have_shapes():
     assert matrix_sqrth(torch.empty(3, 4, 4, device="meta")).shape == (3, 4, 4)
     assert nearest_orthogonal(torch.empty(3, 4, 5, device="meta")).shape == (3, 4, 5)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by forward mode itself, the first time
+def test_a_tangent_is_never_lost():
+    """The roots have no forward derivative: without gradients, too, they say so instead of dropping the tangent."""
+    with torch.no_grad(), forward_ad.dual_level():
+        A = forward_ad.make_dual(torch.eye(3), torch.ones(3, 3))
+        with pytest.raises(NotImplementedError):
+            matrix_sqrth(A)

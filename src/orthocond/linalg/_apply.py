@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 try:
     from torch._functorch.utils import unwrap_dead_wrappers
@@ -25,4 +26,6 @@ def applied(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     """
     if unwrap_dead_wrappers is None or not is_plain():
         return function.apply(*inputs)
+    if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # nobody can ask for a derivative
+        return function.forward(*unwrap_dead_wrappers(inputs))
     return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(inputs))  # type: ignore[misc]

@@ -44,8 +44,9 @@ def split(eigenvalues: Tensor, eps: float, rtol: float | None) -> Split:
     if rtol is None:
         # Below zero is rounding noise of a matrix that should be positive semi-definite: where eps outweighs it, it
         # counts like everything else, and where it doesn't, it may at most halve eps.
-        shifted = eigenvalues.clamp(min=-eps / 2) + eps
-        return Split(eigenvalues, (shifted if eps > 2 * _SMALLEST else shifted.clamp(min=_SMALLEST)).sqrt(), None, None)
+        shifted = eigenvalues.clamp(min=-eps / 2).add_(eps)
+        roots = (shifted if eps > 2 * _SMALLEST else shifted.clamp_(min=_SMALLEST)).sqrt_()
+        return Split(eigenvalues, roots, None, None)
     if eigenvalues.device.type == "cpu" and not torch.compiler.is_compiling() and _all_kept(eigenvalues, rtol):
         return Split(eigenvalues, (eigenvalues + eps if eps else eigenvalues).sqrt(), None, None)  # the same, for less
     cutoff = (rtol * eigenvalues[..., -1:]).clamp_(min=_SMALLEST)

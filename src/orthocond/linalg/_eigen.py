@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from orthocond.errors import GradientError
-from orthocond.linalg._apply import applied, is_plain
+from orthocond.linalg._apply import applied
 from orthocond.linalg._decompose import decompose
 from orthocond.linalg._differences import Split, root_values, second_derivative, split
 from orthocond.linalg._gradients import GRADIENTS, differences
@@ -47,6 +47,21 @@ def symmetric(A: Tensor) -> Tensor:
     return half + half.mT
 
 
+def _wide_symmetric(A: Tensor) -> Tensor:
+    if A.dtype == torch.float64:
+        return symmetric(A)
+    wide = widen(A)
+    return wide.lerp(wide.mT, 0.5)  # here nothing overflows
+
+
+def _fit(dtype: torch.dtype, eps: float, rtol: float | None) -> bool:
+    """Return whether ``dtype`` holds every root, so that none need be looked at; float32 with usual options does.
+
+    The smallest number of float32 that isn't zero is 1e-45, so no eigenvalue that is kept is below ``1e-45 * rtol``.
+    """
+    return dtype == torch.float32 and (rtol or 0.0) + eps > 1e-25 and eps < 1e60
+
+
 def batched(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
     """Return the tensors with the dimension of `torch.vmap` in front, expanded where they had none."""
     return [
@@ -62,10 +77,12 @@ class _EigenRoots(torch.autograd.Function):
     def forward(
         A: Tensor, powers: tuple[float, ...], method: str, gradient: str, eps: float, rtol: float | None
     ) -> tuple[Tensor, ...]:
-        half = widen(A * 0.5)
-        eigenvalues, U = decompose(half + half.mT, method)
+        eigenvalues, U = decompose(_wide_symmetric(A), method)
         parts = split(eigenvalues, eps, rtol)
-        return *(narrow(root_of(U, parts, power), A) for power in powers), eigenvalues, U
+        roots = (root_of(U, parts, power) for power in powers)
+        if _fit(A.dtype, eps, rtol):
+            return *(root.to(A) for root in roots), eigenvalues, U
+        return *(narrow(root, A) for root in roots), eigenvalues, U
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -82,7 +99,7 @@ class _EigenRoots(torch.autograd.Function):
         with autocast_off(A.device):
             for power, G in zip(ctx.powers, grads, strict=False):
                 if G is not None:
-                    part = _derivative_of(A, G, eigenvalues, U, power, *ctx.options)
+                    part = applied(_EigenDerivative, A, G, eigenvalues, U, power, *ctx.options)
                     total = part if total is None else total + part
         return total, None, None, None, None, None
 
@@ -90,14 +107,6 @@ class _EigenRoots(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         output = _EigenRoots.apply(*batched(info.batch_size, in_dims[:1], inputs[:1]), *inputs[1:])
         return output, (0,) * len(output)
-
-
-def _derivative_of(A: Tensor, *inputs: Any) -> Tensor:
-    """Return `_EigenDerivative`, without the machinery around it where nobody can ask for its derivative."""
-    if is_plain() and not torch.is_grad_enabled():
-        return _EigenDerivative.forward(A, *inputs)
-    part: Tensor = applied(_EigenDerivative, A, *inputs)
-    return part
 
 
 class _EigenDerivative(torch.autograd.Function):

@@ -9,6 +9,9 @@ from torch import Tensor
 __all__ = ["at_least_float32", "autocast_off", "lift", "narrow", "widen"]
 
 
+_NOTHING = nullcontext()
+
+
 def widen(A: Tensor) -> Tensor:
     """Return ``A`` in float64: on its device, or on the CPU where the device has no float64 (MPS)."""
     return A.double() if A.device.type != "mps" else A.cpu().double()
@@ -61,6 +64,7 @@ class _Lift(torch.autograd.Function):
 
 def autocast_off(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which autocast does not lower products; free where it isn't on."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    kind = device.type
+    if (kind == "cpu" or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return _NOTHING

@@ -43,6 +43,8 @@ def resolve(registry: Mapping[str, E], choice: str, argument: str, caller: str) 
     Raises:
         ArgumentError: ``choice`` names no entry, or an option that the entry hasn't; the message lists those.
     """
+    if isinstance(choice, str) and choice in registry:  # the usual case, and called for every root
+        return registry[choice], dict(registry[choice].options)
     name, parenthesis, rest = choice.partition("(") if isinstance(choice, str) else (choice, "", "")
     name = name.strip() if parenthesis else name
     check_choice(name, registry, argument, caller)
