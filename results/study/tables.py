@@ -166,18 +166,23 @@ def groups(runs: list[Record], experiment: str) -> list[Group]:
 Table = tuple[list[str], list[list[str]]]
 
 
-def sweep_table(runs: list[Record], experiment: str) -> Table:
-    found = groups(runs, experiment)
+def compared(found: list[Group]) -> Iterable[tuple[Group, str, str]]:
+    """Yield each method with its difference to svd, and what the noise of the seeds makes of it."""
     control = next(group for group in found if group.method == "svd").errors
     differences = [None if group.method == "svd" else paired_difference(group.errors, control) for group in found]
     corrected = holm([math.nan if difference is None else difference.p for difference in differences])
-    rows = []
     for group, difference, p in zip(found, differences, corrected, strict=True):
+        yield (group, *_told(difference, p))
+
+
+def sweep_table(runs: list[Record], experiment: str) -> Table:
+    rows = []
+    for group, *told in compared(groups(runs, experiment)):
         rows.append(
             [
                 group.method,
                 group.error,
-                *_told(difference, p),
+                *told,
                 *(group.condition(name) for name in CONDITIONS),
                 group.mean("rank_last", "{:.3g}"),
                 group.mean("failures", "{:.3g}"),
@@ -191,12 +196,13 @@ def sweep_table(runs: list[Record], experiment: str) -> Table:
 def gauge_table(runs: list[Record], experiment: str) -> Table:
     methods = ("bn", "svd", "svd+nog", "svd+gauge", "svd+nog+gauge")
     rows = []
-    for group in (group for group in groups(runs, experiment) if group.method in methods):
+    for group, *told in compared([group for group in groups(runs, experiment) if group.method in methods]):
         below = group.values("below_threshold")
         rows.append(
             [
                 group.method,
                 group.error,
+                *told,
                 *(group.condition(name) for name in CONDITIONS),
                 f"{min(below):.1%} to {max(below):.1%}" if below else "",
                 f"{min(group.values('gauged')):.0f} to {max(group.values('gauged')):.0f}"
@@ -205,8 +211,8 @@ def gauge_table(runs: list[Record], experiment: str) -> Table:
                 group.mean("rank_last", "{:.3g}"),
             ]
         )
-    header = ["method", "error %", "cond", "on the support", "with eps", "steps below 10", "applied", "rank"]
-    return header, rows
+    header = ["method", "error %", "difference to svd", "seeds' noise", "cond", "on the support", "with eps"]
+    return [*header, "steps below 10", "applied", "rank"], rows
 
 
 def claims_table(runs: list[Record]) -> Table:

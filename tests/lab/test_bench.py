@@ -152,10 +152,12 @@ def test_promises_are_judged_by_the_records():
     ours = record(solvers.DEFAULT, 2.4, 1e-8)
     assert judged(ours, record("fast and wrong", 1.0, 0.5), record("never finite", 1.0, None)) == [
         ["in 1 of 1", "yes"],
+        ["at 1 of 1 sizes", "yes"],
         ["2.40", "yes"],
     ]
     assert judged(record(solvers.DEFAULT, 2.6, 1e-8), record("better", 1.0, 1e-8)) == [
         ["in 0 of 1", "no"],
+        ["at 0 of 1 sizes", "no"],
         ["2.60", "no"],
     ]
 
@@ -313,7 +315,8 @@ def test_where_the_default_fails_the_table_says_so():
     spread = {"ratio": 1.0, "low": 1.0, "high": 1.0, "seconds": 1.0}
     other = {**place, "contestant": "other", "forward": spread, "total": spread, "gradient_error": 1e-8}
     records = [{**place, "contestant": solvers.DEFAULT, "failed": "no"}, other]
-    _, fastest, _ = tables("solvers", {"records": records, "growth": []})
+    _, fastest, whatever, _ = tables("solvers", {"records": records, "growth": []})
+    assert whatever.columns == ["matrices", "other"]
     assert fastest.rows[0][1] == "other (failed)"
-    _, fastest, _ = tables("solvers", {"records": records[:1], "growth": []})
+    _, fastest, *_ = tables("solvers", {"records": records[:1], "growth": []})
     assert fastest.rows[0][1:3] == ["none", ""]

@@ -5,6 +5,7 @@ backward, whose times are taken.
 """
 
 import gc
+import random
 import statistics
 import time
 import weakref
@@ -53,8 +54,9 @@ class Spread(NamedTuple):
 def alternate(contestants: Mapping[str, Contestant], budget: Budget) -> dict[str, list[list[float]]]:
     """Return for each contestant a list of passes, each the seconds of its parts.
 
-    They take turns, so that a slow moment hits them all, and each round begins with another one. The first round is
-    for warming up and does not count.
+    They take turns, so that a slow moment hits them all, and each round has an order of its own: what ran before has
+    left the caches to its successor, and is not to be the same for one of them always. The first round is for warming
+    up and does not count.
 
     Example:
         >>> passes = alternate({"sum": once(lambda: sum(range(1000)))}, Budget(seconds=0, fewest=3))
@@ -62,7 +64,7 @@ def alternate(contestants: Mapping[str, Contestant], budget: Budget) -> dict[str
         [1, 1, 1]
     """
     passes: dict[str, list[list[float]]] = {name: [] for name in contestants}
-    names = list(contestants)
+    names, order = list(contestants), random.Random(0)  # an order, not a secret
     for name in names:
         _timed(contestants[name])
     gc.collect()
@@ -71,8 +73,7 @@ def alternate(contestants: Mapping[str, Contestant], budget: Budget) -> dict[str
         end = time.perf_counter() + budget.seconds
         rounds = 0
         while rounds < budget.fewest or (rounds < budget.most and time.perf_counter() < end):
-            first = rounds % len(names)
-            for name in names[first:] + names[:first]:
+            for name in order.sample(names, len(names)):
                 passes[name].append(_timed(contestants[name]))
             rounds += 1
     finally:
