@@ -107,10 +107,11 @@ def _curve(method: str, runs: list[dict[str, np.ndarray]]) -> Iterable[Record]:
 def publish() -> None:
     """Write the tables and pictures of the pages."""
     runs = read("runs")
-    for name in PAGES:
-        page = DOCS / name
+    for page in (DOCS / name for name in PAGES if (DOCS / name).exists()):
         page.write_text(with_tables(page.read_text(), runs))
-    pictures(runs, read("curves"), DOCS)
+    draw_conditions(read("curves"), DOCS / "gauge.png")
+    if (DOCS / "results.md").exists():
+        draw_errors(runs, DOCS / "results.png")
 
 
 def read(name: str) -> list[Record]:
@@ -282,17 +283,15 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
 }
 
 
-def pictures(runs: list[Record], curves: list[Record], folder: Path) -> None:
-    """Write the two pictures: condition numbers over the steps, and the errors of all seeds."""
-    import matplotlib as mpl
+STEMS = {"stem16": "16 channels, full rank", "stem64": "64 channels, rank 27 at most"}
 
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
 
-    stems = {"stem16": "16 channels, full rank", "stem64": "64 channels, rank 27 at most"}
+def draw_conditions(curves: list[Record], file: Path) -> None:
+    """Draw condition numbers over the steps."""
+    plt = _pyplot()
     colours = {"svd": "#0072b2", "svd+nog": "#e69f00", "svd+gauge": "#009e73"}
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    for axis, (experiment, title) in zip(axes, stems.items(), strict=True):
+    for axis, (experiment, title) in zip(axes, STEMS.items(), strict=True):
         for method, colour in colours.items():
             own = [point for point in curves if (point["experiment"], point["method"]) == (experiment, method)]
             steps = [point["step"] for point in own]
@@ -304,11 +303,15 @@ def pictures(runs: list[Record], curves: list[Record], folder: Path) -> None:
     axes[0].set_ylabel("condition number on the support")
     axes[0].text(990, THRESHOLD * 1.1, "threshold", ha="right", fontsize=9)
     axes[1].legend(loc="center right")
-    figure.savefig(folder / "gauge.png", dpi=110, metadata={"Software": None})
+    figure.savefig(file, dpi=110, metadata={"Software": None})
 
+
+def draw_errors(runs: list[Record], file: Path) -> None:
+    """Draw the errors of all seeds."""
+    plt = _pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.6), sharey=True, layout="constrained")
     names = [group.method for group in groups(runs, "stem16")][::-1]
-    for axis, (experiment, title) in zip(axes, stems.items(), strict=True):
+    for axis, (experiment, title) in zip(axes, STEMS.items(), strict=True):
         for place, name in enumerate(names):
             errors = Group(runs, experiment, name).values("error")
             axis.plot(errors, [place] * len(errors), "o", color="#56b4e9", markersize=5)
@@ -316,7 +319,16 @@ def pictures(runs: list[Record], curves: list[Record], folder: Path) -> None:
         axis.set(title=title, xlabel="error in percent, one dot a seed, the bar their mean")
         axis.set_yticks(range(len(names)), names)
         axis.grid(axis="y", alpha=0.3)
-    figure.savefig(folder / "results.png", dpi=110, metadata={"Software": None})
+    figure.savefig(file, dpi=110, metadata={"Software": None})
+
+
+def _pyplot() -> Any:
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    return plt
 
 
 def shown(value: float) -> str:

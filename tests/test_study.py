@@ -1,0 +1,30 @@
+"""The committed results: the tables on the pages are those of the committed files."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "results" / "study"))
+import tables
+
+
+@pytest.mark.parametrize("name", ["gauge.md"])
+def test_the_tables_of_a_page_are_those_of_the_committed_runs(name):
+    page = (ROOT / "docs" / name).read_text()
+    assert "<!-- table " in page
+    assert tables.with_tables(page, tables.read("runs")) == page
+
+
+def test_every_method_of_the_committed_runs_has_all_its_seeds():
+    runs = tables.read("runs")
+    for experiment in {run["experiment"] for run in runs}:
+        for group in tables.groups(runs, experiment):
+            assert len(group.runs) == len({run["seed"] for run in group.runs}) >= (3 if experiment == "pooling" else 5)
+            assert {run["steps"] for run in group.runs} == {1000}
+
+
+def test_pictures_are_drawn_from_the_committed_curves(tmp_path):
+    tables.draw_conditions(tables.read("curves"), tmp_path / "gauge.png")
+    assert (tmp_path / "gauge.png").stat().st_size > 10_000
