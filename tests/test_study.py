@@ -1,13 +1,11 @@
 """The committed results: the tables on the pages are those of the committed files."""
 
-import sys
 from pathlib import Path
 
 import pytest
+import tables
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "results" / "study"))
-import tables
 
 
 @pytest.mark.parametrize("name", ["gauge.md"])
