@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 import tables
 
+from orthocond.lab.bench.page import markdown
+from orthocond.lab.bench.run import read_results
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -13,6 +16,12 @@ def test_the_tables_of_a_page_are_those_of_the_committed_runs(name):
     page = (ROOT / "docs" / name).read_text()
     assert "<!-- table " in page
     assert tables.with_tables(page, tables.read("runs")) == page
+
+
+def test_the_benchmark_s_page_is_that_of_the_committed_figures():
+    results = read_results(sorted((ROOT / "results" / "bench").glob("*.json")))
+    assert not any(results["quick"].values())
+    assert markdown(results, "benchmark.png") == (ROOT / "docs" / "benchmark.md").read_text()
 
 
 def test_every_method_of_the_committed_runs_has_all_its_seeds():

@@ -253,8 +253,8 @@ def null_space(path: Path, *, num_images: int = 64) -> Facts:
     grid = torch.logspace(-10, 0, 41, dtype=torch.float64)
     facts: Facts = {"eps": grid}
 
-    def energies(P: Tensor, samples: Tensor, **options: float) -> tuple[Tensor, Tensor]:
-        S = matrix_inv_sqrth(P, **options).double()  # type: ignore[arg-type]
+    def energies(P: Tensor, samples: Tensor, *, eps: float = 0.0, rtol: float | None = None) -> tuple[Tensor, Tensor]:
+        S = matrix_inv_sqrth(P, eps=eps, rtol=rtol).double()
         C = S @ covariance(samples.double()) @ S
         return torch.trace(null.mT @ C @ null) / 27, torch.trace(support.mT @ C @ support) / 27
 

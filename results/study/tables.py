@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from orthocond.lab.report import write_report
+from orthocond.lab.report import text, write_report
 from orthocond.lab.report.folders import method_order
-from orthocond.lab.report.statistics import Difference, holm, paired_difference
+from orthocond.lab.report.rows import Estimate, verdict_of
+from orthocond.lab.report.statistics import holm, paired_difference
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"
@@ -64,11 +65,11 @@ def collect(runs: Path) -> None:
 
 
 def _run(folder: Path, config: Record) -> tuple[Record, dict[str, np.ndarray]]:
-    records = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(entry) for entry in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["kind"] == "step"]
     columns = {name: np.array([_number(record[name]) for record in steps]) for name in (*CONDITIONS, "rank")}
     later = np.arange(len(steps)) >= FIRST
-    times = [json.loads(text) for text in (folder / "times.jsonl").read_text().splitlines()]
+    times = [json.loads(entry) for entry in (folder / "times.jsonl").read_text().splitlines()]
     line: Record = {
         "method": config["method"],
         "seed": config["seed"],
@@ -146,13 +147,12 @@ class Group:
 
     @property
     def error(self) -> str:
-        errors = self.values("error")
-        return f"{statistics.mean(errors):.2f} ± {statistics.stdev(errors):.2f}"
+        return text.mean_std(Estimate.of(self.values("error")))
 
     def condition(self, name: str) -> str:
         """The geometric mean over the seeds of each run's median."""
         values = self.values(name)
-        return shown(statistics.geometric_mean(values)) if values else ""
+        return text.condition(statistics.geometric_mean(values)) if values else ""
 
     def mean(self, name: str, form: str) -> str:
         values = self.values(name)
@@ -173,7 +173,7 @@ def compared(found: list[Group]) -> Iterable[tuple[Group, str, str]]:
     differences = [None if group.method == "svd" else paired_difference(group.errors, control) for group in found]
     corrected = holm([math.nan if difference is None else difference.p for difference in differences])
     for group, difference, p in zip(found, differences, corrected, strict=True):
-        yield (group, *_told(difference, p))
+        yield group, text.difference(difference), verdict_of(difference, p)
 
 
 def sweep_table(runs: list[Record], experiment: str) -> Table:
@@ -252,7 +252,8 @@ def changes_table(runs: list[Record]) -> Table:
                     group.method,
                     before.error,
                     group.error,
-                    *_told(difference, difference.p),
+                    text.difference(difference),
+                    verdict_of(difference, difference.p),
                     f"{before.condition('cond')} to {group.condition('cond')}",
                     f"{before.condition('cond_support')} to {group.condition('cond_support')}",
                 ]
@@ -329,19 +330,6 @@ def _pyplot() -> Any:
     import matplotlib.pyplot as plt
 
     return plt
-
-
-def shown(value: float) -> str:
-    if not math.isfinite(value):
-        return "∞"
-    return f"{value:.3g}" if value < 1000 else f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
-
-
-def _told(difference: Difference | None, p: float) -> tuple[str, str]:
-    if difference is None:
-        return "", ""
-    told = f"{difference.mean:+.2f} [{difference.low:+.2f}, {difference.high:+.2f}]"
-    return told, "beyond" if p < 0.05 else "borderline" if difference.p < 0.05 else "within"
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:

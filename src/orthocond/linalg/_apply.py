@@ -28,4 +28,4 @@ def applied(function: type[torch.autograd.Function], *inputs: Any) -> Any:
         return function.apply(*inputs)
     if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # nobody can ask for a derivative
         return function.forward(*unwrap_dead_wrappers(inputs))
-    return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(inputs))  # type: ignore[misc]
+    return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(inputs))  # type: ignore[misc]  # C code

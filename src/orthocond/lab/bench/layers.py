@@ -157,7 +157,7 @@ class _UsualPool(nn.Module):
 def _entry(layer: nn.Module, cell: Cell) -> _Entry:
     """Return a layer on features, in training (forward and backward) or in eval."""
     x = torch.randn(cell.shape).to(memory_format=_LAYOUTS[cell.layout])
-    layer.train(cell.mode == "training").to(memory_format=_LAYOUTS[cell.layout])  # type: ignore[call-overload]
+    layer.train(cell.mode == "training").to(memory_format=_LAYOUTS[cell.layout])  # type: ignore[call-overload]  # a stub that lacks it
     if cell.mode == "eval":
         return _Entry(once(_without_gradients(partial(layer, x))), None, {})
     y = layer(x)

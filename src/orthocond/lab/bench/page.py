@@ -73,7 +73,7 @@ def draw(records: list[dict[str, Any]], file: Path) -> None:
     own = [r for r in records if (r["size"], r["batch"]) == (size, batch) and "total" in r]
     spectra, names = (list(dict.fromkeys(r[key] for r in own)) for key in ("spectrum", "contestant"))
     figure, axes = plt.subplots(1, len(spectra), figsize=(3 * len(spectra), 4.2), sharey=True, squeeze=False, dpi=130)
-    colors = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    colors = plt.get_cmap("tab20")
     for panel, spectrum in zip(axes[0], spectra, strict=True):
         panel.axvline(ACCURATE, color="#bbbbbb", linewidth=0.8, linestyle="--")
         for index, name in enumerate(names):
@@ -86,7 +86,7 @@ def draw(records: list[dict[str, Any]], file: Path) -> None:
                         yerr=[[total["ratio"] - total["low"]], [total["high"] - total["ratio"]]],
                         marker="*" if name == DEFAULT else "o",
                         markersize=13 if name == DEFAULT else 6,
-                        color=colors[index % len(colors)],
+                        color=colors(index % 20),
                         linestyle="none",
                         label=name,
                     )

@@ -42,7 +42,7 @@ class Cell:
     subject: str
 
 
-def cells(*, quick: bool) -> Iterator[Cell]:  # noqa: ARG001  (every subject has it)
+def cells(*, quick: bool) -> Iterator[Cell]:  # noqa: ARG001  # that of every subject; quick takes both, too
     """Yield both."""
     yield from (Cell("step"), Cell("added"))
 

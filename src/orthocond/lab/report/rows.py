@@ -10,7 +10,7 @@ from orthocond.lab.report.experiments import Experiment
 from orthocond.lab.report.metrics import CONDITIONS, Metrics
 from orthocond.lab.report.statistics import Difference, holm, paired_difference
 
-__all__ = ["BASELINE", "VERDICTS", "Estimate", "Row", "rows_of"]
+__all__ = ["BASELINE", "VERDICTS", "Estimate", "Row", "rows_of", "verdict_of"]
 
 BASELINE = "svd"
 """The method with which the others are compared."""
@@ -111,7 +111,7 @@ def rows_of(experiment: Experiment) -> list[Row]:
                 error5=Estimate.of(_last(finished, "val_error5").values()),
                 difference=difference,
                 p_corrected=p,
-                verdict="" if difference is None else _verdict(difference, p),
+                verdict=verdict_of(difference, p),
                 place_mean=place_mean.get(method),
                 place_min=place_min.get(method),
                 conditions={name: _geometric(run.at_end[name] for run in finished.values()) for name in CONDITIONS},
@@ -129,7 +129,10 @@ def _last(runs: Mapping[str, Metrics], name: str) -> dict[str, float]:
     return {seed: run.last(name) for seed, run in runs.items()}
 
 
-def _verdict(difference: Difference, p_corrected: float) -> str:
+def verdict_of(difference: Difference | None, p_corrected: float) -> str:
+    """Return one of `VERDICTS`, or nothing without a difference."""
+    if difference is None:
+        return ""
     if math.isnan(difference.p):
         return "unknown"
     if p_corrected < 0.05:

@@ -49,7 +49,7 @@ def error_table(experiment: Experiment, rows: list[Row]) -> Table:
             line += [Cell(text.mean_std(row.error5)), Cell(text.error(row.error5.min))]
         line += [
             Cell(text.seeds(row)),
-            Cell(text.difference(row)),
+            Cell(text.difference(row.difference)),
             Cell(VERDICTS.get(row.verdict, text.MISSING), verdict=row.verdict),
             Cell(text.condition(row.conditions["cond_support"].mean)),
             Cell(f"{row.rank.mean:.3g}" if math.isfinite(row.rank.mean) else text.MISSING),

@@ -3,6 +3,7 @@
 import math
 
 from orthocond.lab.report.rows import Estimate, Row
+from orthocond.lab.report.statistics import Difference
 
 __all__ = ["MISSING", "condition", "difference", "error", "mean_std", "milliseconds", "minute", "percent", "seeds"]
 
@@ -44,13 +45,12 @@ def condition(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
 
 
-def difference(row: Row) -> str:
-    """Return the difference to the baseline with its interval: ``-0.42 [-0.55, -0.29]``."""
-    if row.difference is None or row.difference.num_pairs == 0:
+def difference(found: Difference | None) -> str:
+    """Return a difference to the baseline with its interval: ``-0.42 [-0.55, -0.29]``."""
+    if found is None or found.num_pairs == 0:
         return MISSING
-    low, high = row.difference.low, row.difference.high
-    interval = f" [{_signed(low)}, {_signed(high)}]" if math.isfinite(low) else ""
-    return _signed(row.difference.mean) + interval
+    interval = f" [{_signed(found.low)}, {_signed(found.high)}]" if math.isfinite(found.low) else ""
+    return _signed(found.mean) + interval
 
 
 def _signed(value: float) -> str:
