@@ -20,6 +20,7 @@ Made by `make bench` from the figures in `results/bench`; don't edit. Every figu
 took turns in one run: the median over the rounds, the quartiles in brackets. What competes, and how it is measured, is
 in `orthocond.lab.bench`.
 """
+_COLUMNS = 3
 _AXIS_START, _AXIS_END = 1e-9, 1e2
 """Errors beyond these stand there; so do gradients that are not finite, at the end."""
 
@@ -51,7 +52,10 @@ def markdown(results: Mapping[str, Any], chart: str | None) -> str:
     parts = [_INTRODUCTION]
     if any(results["quick"].values()):
         parts.append("**From a quick run: whether it works, not how fast.**\n")
-    parts.append(_as_markdown(promises(subjects)))
+    promised = promises(subjects)
+    parts.append(_as_markdown(promised))
+    if any(row[-1] == "no" for row in promised.rows):
+        parts.append("[Limits](limits.md#the-functions) says what bounds those that don't hold.\n")
     if chart is not None:
         parts.append(f"![Time against gradient error of every way to an inverse root]({chart})\n")
     for name in SUBJECTS:
@@ -72,9 +76,12 @@ def draw(records: list[dict[str, Any]], file: Path) -> None:
     batch = 64 if any((r["size"], r["batch"]) == (size, 64) for r in records) else records[0]["batch"]
     own = [r for r in records if (r["size"], r["batch"]) == (size, batch) and "total" in r]
     spectra, names = (list(dict.fromkeys(r[key] for r in own)) for key in ("spectrum", "contestant"))
-    figure, axes = plt.subplots(1, len(spectra), figsize=(3 * len(spectra), 4.2), sharey=True, squeeze=False, dpi=130)
+    num_rows = len(spectra) // _COLUMNS + 1  # with a place left for the legend
+    size_in_inches = (3 * _COLUMNS, 3 * num_rows)
+    figure, grid = plt.subplots(num_rows, _COLUMNS, figsize=size_in_inches, sharey=True, squeeze=False, dpi=130)
+    axes, spare = grid.flat[: len(spectra)], grid.flat[len(spectra) :]
     colors = plt.get_cmap("tab20")
-    for panel, spectrum in zip(axes[0], spectra, strict=True):
+    for panel, spectrum in zip(axes, spectra, strict=True):
         panel.axvline(ACCURATE, color="#bbbbbb", linewidth=0.8, linestyle="--")
         for index, name in enumerate(names):
             for r in own:
@@ -93,12 +100,15 @@ def draw(records: list[dict[str, Any]], file: Path) -> None:
         panel.set(xscale="log", yscale="log", xlim=(_AXIS_START, 3 * _AXIS_END), title=spectrum)
         panel.yaxis.set_major_formatter("{x:g}")
         panel.yaxis.set_minor_formatter("{x:g}")
+        panel.tick_params(axis="y", which="minor", labelsize=7)
         panel.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("forward and backward over eigh forward")
-    figure.supxlabel("relative error of the gradient (at the right edge: not finite)", fontsize=10, y=0.16)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=5, frameon=False, fontsize=8)
+    for panel in spare:
+        panel.axis("off")
+    spare[0].legend(*axes[0].get_legend_handles_labels(), loc="center", frameon=False, fontsize=8.5, borderpad=0)
+    figure.supylabel("forward and backward over eigh forward", fontsize=10)
+    figure.supxlabel("relative error of the gradient (at the right edge: not finite)", fontsize=10)
     figure.suptitle(f"Inverse roots of {batch}x{size}x{size}, float32: further left and lower is better", fontsize=11)
-    figure.tight_layout(rect=(0, 0.16, 1, 1))
+    figure.tight_layout()
     figure.savefig(file)
     plt.close(figure)
 
