@@ -2,7 +2,8 @@
 
 With the covariance ``S`` of the layer's input, ``P = W S W^T`` is what the whitening decomposes, and its output,
 ``P^(-1/2) W (z - mean)``, depends on the weight only through the polar factor of ``W S^(1/2)``. So ``c P^(-1/2) W``
-does the same as ``W``, and has the covariance ``c^2 I``: see docs/gauge.md.
+does the same as ``W``, and has the covariance ``c^2 I``. Its gradient is another one, and so is what a step of it does,
+for which the input's covariance is needed: `orthocond._metric`. All of it is in docs/gauge.md.
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from orthocond._metric import InputCovariance, gradient_after, input_covariance, metric_root
 from orthocond._whitened import meta_layer_behind
 from orthocond.errors import ArgumentError, check_choice
 from orthocond.linalg._compile import uncompiled
@@ -22,13 +24,16 @@ from orthocond.linalg._roots import default_rtol
 from orthocond.linalg._spectrum import spectrum_of
 from orthocond.nn._norm import _DecorrelatedBatchNorm
 
-__all__ = ["MOMENTA", "SCALES", "Gauge", "GaugeStep", "change_of_gauge"]
+__all__ = ["METRICS", "MOMENTA", "SCALES", "Gauge", "GaugeStep", "change_of_gauge"]
 
 SCALES = ("trace", "weight", "unit")
 """What the scale ``c`` keeps: the trace of the covariance, or the weight's norm; ``unit`` is ``c = 1``."""
 
 MOMENTA = ("keep", "reset", "transform")
 """What becomes of the optimizer's momentum: it stays, starts from zero, or is changed as the gradient is."""
+
+METRICS = ("input", "weight")
+"""How a step is measured after a change: as if the layer's input were white, or in the new weight's own numbers."""
 
 _MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
 
@@ -48,7 +53,7 @@ class Gauge:
         model: that holds the layer.
         name: the layer's, for messages.
         layer: a linear layer or a convolution whose output goes straight to a whitening layer.
-        options: ``threshold``, ``scale``, ``momentum`` and ``process_group`` of `orthocond.treat`.
+        options: ``threshold``, ``scale``, ``momentum``, ``metric`` and ``process_group`` of `orthocond.treat`.
         example_input: an input of the model, for what a trace of its code does not show.
 
     Raises:
@@ -60,6 +65,7 @@ class Gauge:
     ) -> None:
         check_choice(options["scale"], SCALES, "scale", "treat")
         check_choice(options["momentum"], MOMENTA, "momentum", "treat")
+        check_choice(options["metric"], METRICS, "metric", "treat")
         if not options["threshold"] >= 1:
             raise ArgumentError(
                 f"treat expected a threshold >= 1, which is the least that a condition number can be, got "
@@ -68,28 +74,47 @@ class Gauge:
         self.layer: Any = layer
         self.norm = _checked(name, layer, meta_layer_behind(model, name, layer, example_input))
         self.threshold, self.scale, self.momentum = options["threshold"], options["scale"], options["momentum"]
+        self.metric = options["metric"]
         self.process_group = options["process_group"]
         self._layout: dict[str, Any] = {
             "groups": getattr(layer, "groups", 1),
             "transposed": isinstance(layer, nn.modules.conv._ConvTransposeNd),
         }
         self._takes_vectors = isinstance(layer, nn.Linear) and example_input is None
-        self._handle: Any = None
+        self._handles: list[Any] = []
+        self._input: Tensor | None = None
         self._seen: _Seen | None = None
+        self._rate: Tensor | None = None
+        self._root: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of a watched model may have: no process group, and nothing that is on its way."""
-        return {**self.__dict__, "process_group": None, "_seen": None}
+        return {**self.__dict__, "process_group": None, "_seen": None, "_input": None}
 
     def watch(self) -> None:
         """Note what the whitening decomposes in each training forward."""
-        self._handle = self.norm.register_forward_hook(self._note)
+        self._handles = [
+            self.layer.register_forward_pre_hook(self._note_input, with_kwargs=True),
+            self.norm.register_forward_hook(self._note),
+        ]
 
     def close(self) -> None:
         """Stop watching."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = self._seen = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._seen = self._input = None
+
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """Return what is to be saved: how steps are measured since the first change, None before it."""
+        if self._rate is None or self._root is None:
+            return None
+        return {"rate": self._rate, "root": self._root}
+
+    def load_state_dict(self, state: dict[str, Tensor] | None) -> None:
+        """Take over what was saved."""
+        device = widen(self.layer.weight).device
+        self._rate, self._root = (None, None) if state is None else (state[key].to(device) for key in ("rate", "root"))
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> GaugeStep:
@@ -104,27 +129,85 @@ class Gauge:
         if not is_too_large:
             return GaugeStep(False, before, before)
         rows = self._rows(widen(self.layer.weight))
+        rtol = _rank_rtol(self.norm, seen.covariance)
         change = change_of_gauge(
             seen.covariance,
             rows,
             threshold=self.threshold,
             num_samples=seen.num_samples,
             scale=self.scale,
-            rtol=_rank_rtol(self.norm, seen.covariance),
+            rtol=rtol,
             solver=self.norm.solver,
         )
-        if self._is_distributed():  # the very same matrix everywhere, whatever the machines' rounding
+        found = self._input_covariance(seen)
+        gradient = gradient_after(self._rows(widen(self.layer.weight.grad)), rows, found.S, change.c, rtol=rtol)
+        rate = self._rate_after(change, rows)
+        root = metric_root(found, rate, rtol=rtol)
+        if self._is_distributed():  # the very same matrices everywhere, whatever the machines' rounding
             change = Change(*(self._from_first(part) for part in change))
+            gradient, rate, root = (self._from_first(part) for part in (gradient, rate, root))
         self._replace(change, optimizer)
+        self._set_rows_(self.layer.weight.grad, gradient)
+        self._rate, self._root = rate, root
         return GaugeStep(True, before, float(change.cond))
+
+    @torch.no_grad()
+    def measure_(self, gradient: Tensor) -> None:
+        """Multiply a gradient by the root of the metric, in place: twice for the gradient that the optimizer gets.
+
+        In between it is that of the weight in the coordinates in which the input is white.
+        """
+        if self._root is not None and self.metric == "input":
+            self._set_rows_(gradient, self._rows(widen(gradient)) @ self._root)
+
+    @torch.no_grad()
+    def measured(self, weight: Tensor) -> Tensor:
+        """Return a weight in the coordinates in which the input is white."""
+        if self._root is None or self.metric != "input":
+            return weight
+        found = torch.empty_like(weight)
+        self._set_rows_(found, torch.linalg.solve(self._root, self._rows(widen(weight)), left=False))
+        return found
+
+    def _rate_after(self, change: "Change", W: Tensor) -> Tensor:
+        """Return the rates for `metric_root`: so that a step turns what it turned, whatever the scale.
+
+        Turning is a step over the size of ``W S^(1/2)``. At the first change of a group that is taken to be the size that
+        the weight has for white inputs; later ones keep the rate.
+        """
+        size = W.square().sum((-2, -1)) / change.rank.clamp(min=1)
+        before = torch.zeros_like(change.c) if self._rate is None else self._rate
+        after = torch.where(before > 0, before * change.c.square() / change.mean, change.c.square() / size)
+        return torch.where(change.c > 0, after, before)
+
+    def _input_covariance(self, seen: "_Seen") -> InputCovariance:
+        """Return the covariance of the layer's input for each group of the whitening."""
+        norm = self.norm
+        found = input_covariance(
+            self.layer,
+            seen.input,
+            positions=seen.positions,
+            layout=self._layout,
+            sync=norm._is_synchronised(),
+            process_group=norm.process_group,
+        )
+        S = found.S.repeat_interleave(norm.groups // len(found.S), dim=0)
+        return InputCovariance(S, found.num_samples)
+
+    @uncompiled
+    @torch.no_grad()
+    def _note_input(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if layer is self.layer and self.norm.training:  # a copy of the model has a copy of the hook
+            self._input = args[0] if args else kwargs["input"]
 
     @uncompiled
     @torch.no_grad()
     def _note(self, norm: nn.Module, _: Any, output: Tensor) -> None:
         if norm is not self.norm or not self.norm.training:  # a copy of the model has a copy of the hook
             return
+        x, self._input = self._input, None
         eigenvalues, covariance = self.norm.last_eigenvalues, self.norm._covariance
-        if eigenvalues is None or covariance is None:
+        if eigenvalues is None or covariance is None or x is None:
             return
         if self._takes_vectors and self.norm._last_ndim != 2:
             raise ArgumentError(
@@ -132,6 +215,7 @@ class Gauge:
                 "norm got three dimensions; pass treat(..., example_input=x), so that it sees which are the channels."
             )
         num_samples = output.numel() // self.norm.num_features
+        positions = max(1, num_samples // max(1, x.shape[0]))
         if self.norm._is_synchronised():
             num_samples *= torch.distributed.get_world_size(self.norm.process_group)
         found = spectrum_of(eigenvalues, eps=0.0, rtol=_rank_rtol(self.norm, covariance))
@@ -142,7 +226,7 @@ class Gauge:
         if decision.is_cuda:
             arrived = torch.cuda.Event()
             arrived.record()
-        self._seen = _Seen(covariance, num_samples, decision, on_host, arrived)
+        self._seen = _Seen(x.detach(), positions, covariance, num_samples, decision, on_host, arrived)
 
     def _decisive(self, seen: "_Seen") -> tuple[float, bool]:
         """Return the condition number, and whether to act on it: in a distributed run those of the first process."""
@@ -174,7 +258,7 @@ class Gauge:
             if parameter is None:
                 continue
             self._multiply_(parameter, change.T)
-            if parameter.grad is not None:
+            if parameter.grad is not None and parameter is layer.bias:
                 self._multiply_(parameter.grad, change.inverse)
             state = optimizer.state.get(parameter, {})
             for buffer in (state[key] for key in _MOMENTUM_KEYS if isinstance(state.get(key), Tensor)):
@@ -188,12 +272,15 @@ class Gauge:
 
     def _multiply_(self, tensor: Tensor, matrices: Tensor) -> None:
         """Multiply something with the shape of the weight or the bias by matrices ``(groups, c, c)``, from the left."""
-        product = matrices @ self._rows(widen(tensor))
+        self._set_rows_(tensor, matrices @ self._rows(widen(tensor)))
+
+    def _set_rows_(self, tensor: Tensor, rows: Tensor) -> None:
+        """Set something with the shape of the weight or the bias to what has these `_rows`."""
         if tensor.ndim > 1:
-            matrix = product.reshape(kernel_matrix(tensor, **self._layout).shape)
+            matrix = rows.reshape(kernel_matrix(tensor, **self._layout).shape)
             tensor.copy_(matrix_kernel(matrix, tensor, **self._layout))
         else:
-            tensor.copy_(product.flatten())
+            tensor.copy_(rows.flatten())
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """Return a weight or a bias as matrices ``(groups, c, -1)``, a row for each channel of the whitening."""
@@ -204,6 +291,10 @@ class Gauge:
 class _Seen(NamedTuple):
     """What a training forward showed."""
 
+    input: Tensor
+    """The layer's."""
+    positions: int
+    """How many samples each of its images gives, in this process."""
     covariance: Tensor
     num_samples: int
     decision: Tensor
@@ -219,9 +310,15 @@ class Change(NamedTuple):
     T: Tensor
     """``(groups, c, c)``: what the weight is multiplied by."""
     inverse: Tensor
-    """``(groups, c, c)``: what gradients are multiplied by, and the whitening matrix from the right."""
+    """``(groups, c, c)``: what the whitening matrix is multiplied by, from the right."""
     cond: Tensor
     """The largest condition number on the support, after it."""
+    c: Tensor
+    """``(groups,)``: the square root of the eigenvalues on the support, after it; 0 for a group that stays as it is."""
+    mean: Tensor
+    """``(groups,)``: the mean of these eigenvalues before it."""
+    rank: Tensor
+    """``(groups,)``: how many they are."""
 
 
 def change_of_gauge(
@@ -260,8 +357,9 @@ def change_of_gauge(
     largest = l.amax(-1, keepdim=True)
     kept = l > rtol * largest
     g = torch.where(kept, l, largest).rsqrt()
+    mean = torch.where(kept, l, 0.0).sum(-1) / kept.sum(-1)
     if scale == "trace":
-        c = (torch.where(kept, l, 0.0).sum(-1) / kept.sum(-1)).sqrt()
+        c = mean.sqrt()
     elif scale == "weight":
         c = torch.linalg.matrix_norm(W) / torch.linalg.matrix_norm(g.unsqueeze(-1) * (U.mT @ W.to(U)))
     else:
@@ -270,7 +368,8 @@ def change_of_gauge(
     is_too_large = found.cond_support > _limit(found.rank, num_samples, threshold)  # never at rank 0
     g = torch.where(is_too_large.unsqueeze(-1), c.unsqueeze(-1) * g, 1.0)
     after = spectrum_of(g.square() * l, eps=0.0, rtol=rtol).cond_support.max()
-    return Change((U * g.unsqueeze(-2)) @ U.mT, (U / g.unsqueeze(-2)) @ U.mT, after)
+    T, inverse = (U * g.unsqueeze(-2)) @ U.mT, (U / g.unsqueeze(-2)) @ U.mT
+    return Change(T, inverse, after, torch.where(is_too_large, c, 0.0), mean, found.rank)
 
 
 def _limit(rank: Tensor, num_samples: int, threshold: float) -> Tensor:

@@ -101,6 +101,7 @@ _OPTIONS = MappingProxyType(
         "threshold": 10.0,
         "scale": "trace",
         "momentum": "keep",
+        "metric": "input",
         "process_group": None,
     }
 )
@@ -178,7 +179,8 @@ def treat(
             `orthocond.linalg.POLAR_SOLVERS`); and for ``gauge``, see docs/gauge.md: ``threshold`` (the condition number
             above which it acts), ``scale`` (what it keeps: the covariance's ``"trace"``, the norm of the ``"weight"``,
             or ``"unit"`` for a covariance that becomes the identity), ``momentum`` (the optimizer's: ``"keep"``,
-            ``"reset"`` or ``"transform"``), ``process_group`` (the processes with copies of the model, None for all).
+            ``"reset"`` or ``"transform"``), ``metric`` (a step is measured as if the layer's ``"input"`` were white, or in
+            the numbers of the new ``"weight"``), ``process_group`` (the processes with copies of the model, None for all).
 
     Returns:
         The treatment, its weight in place (``sn``, ``ow``), to be attached to the optimizer (``nog``, ``olr``,
@@ -383,6 +385,7 @@ class Treatment:
             "spec": self.spec,
             "options": {name: value for name, value in self.options.items() if name != "process_group"},
             "last": None if last is None else dict(last.__dict__),
+            "gauge": None if self._gauge is None else self._gauge.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -401,6 +404,8 @@ class Treatment:
             )
         last, self._gram = state["last"], None
         self._last = None if last is None else LastStep(**last)
+        if self._gauge is not None:
+            self._gauge.load_state_dict(state.get("gauge"))  # older states have none
 
     def _split(self, group: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
         if "initial_lr" in group:
@@ -451,7 +456,10 @@ class Treatment:
         # A fused optimizer under GradScaler unscales within its step: what it is given has to be scaled.
         scale = getattr(optimizer, "grad_scale", None)
         scale = 1.0 if scale is None else scale
-        gauge = GaugeStep() if self._gauge is None else self._gauge.step(optimizer)
+        gauge = GaugeStep()
+        if self._gauge is not None:
+            gauge = self._gauge.step(optimizer)
+            self._gauge.measure_(parameter.grad)
         if "nog" in self.names:
             nearest = nearest_orthogonal_gradient(parameter, solver=self.options["solver"], **self._layout)
             assert nearest is not None
@@ -465,12 +473,16 @@ class Treatment:
                 group["lr"] = torch.full_like(lr, eta) if isinstance(lr, Tensor) else eta
                 self._scheduled = (group, lr, group["lr"])
                 rate = eta
+        if self._gauge is not None:
+            self._gauge.measure_(parameter.grad)
         self._last = LastStep(rate, eta, switched, None, *gauge)
 
     def _optimal_rate(self, gradient: Tensor, rate: float) -> float:
         """Return eta* for the weight as the layer uses it: for an orthogonal kernel it is the orthogonal one."""
         weight = self.layer.weight
         assert isinstance(weight, Tensor)
+        if self._gauge is not None:
+            weight = self._gauge.measured(weight)
         W, G = (kernel_matrix(part, **self._layout) for part in (weight, gradient))
         return rate_for_matrices(W, G, self.options["rule"], rate if self.options["rule"] == "exact" else math.inf)
 

@@ -24,7 +24,7 @@ from orthocond.linalg import covariance
 from orthocond.linalg._precision import autocast_off
 from orthocond.nn._features import Features, features
 
-__all__ = ["Statistics", "check_num_samples", "whiten", "whiten_by_autograd"]
+__all__ = ["Statistics", "check_num_samples", "summed", "whiten", "whiten_by_autograd"]
 
 Root = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 """From covariances ``(groups, c, c)`` to their inverse roots, differentiable, and their eigenvalues where known."""
@@ -145,7 +145,7 @@ def _backward(
     dgamma = (R * S.detach()).sum(-1).flatten() if ctx.needs_input_grad[1] else None
     dbeta = h.flatten() if ctx.needs_input_grad[2] else None
     if ctx.sync:  # also where this process needs no gradient of its input: the others wait for it
-        R, h = _summed([R, h], ctx.process_group)
+        R, h = summed([R, h], ctx.process_group)
     if not ctx.needs_input_grad[0]:
         return None, dgamma, dbeta
     dS = R if gamma is None else gamma.view(groups, -1, 1) * R
@@ -184,7 +184,7 @@ def _moments(samples: Features, process_group: Any, sync: bool) -> tuple[Feature
     own_sum, num_samples = samples.sum(), float(samples.num_samples)
     total = own_sum
     if sync:
-        total, count = _summed([own_sum, own_sum.new_full((1,), num_samples)], process_group)
+        total, count = summed([own_sum, own_sum.new_full((1,), num_samples)], process_group)
         num_samples = count.item()
     check_num_samples(num_samples, samples.shape)
     mean = total / num_samples
@@ -199,7 +199,7 @@ def _moments(samples: Features, process_group: Any, sync: bool) -> tuple[Feature
         cross = own_sum.unsqueeze(-1) * mean.unsqueeze(-2)
         second = second - cross - cross.mT + samples.num_samples * mean.unsqueeze(-1) * mean.unsqueeze(-2)
     if sync:
-        (second,) = _summed([second], process_group)
+        (second,) = summed([second], process_group)
     return samples, mean, is_centred, second / num_samples, num_samples
 
 
@@ -207,7 +207,7 @@ def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
     return (matrices @ vectors.unsqueeze(-1)).squeeze(-1)
 
 
-def _summed(parts: list[Tensor], process_group: Any) -> list[Tensor]:
+def summed(parts: list[Tensor], process_group: Any) -> list[Tensor]:
     """Return the sums of the tensors over all processes, in one exchange."""
     flat = torch.cat([part.reshape(-1) for part in parts])
     torch.distributed.all_reduce(flat, group=process_group)
