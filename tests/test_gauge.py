@@ -257,7 +257,124 @@ def test_nothing_happens_below_the_threshold():
         assert torch.equal(a, b), name
 
 
-def test_nog_comes_after_it():
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("at_once", [2**24, 1])
+def test_the_covariance_of_the_input_gives_that_of_the_output(case, at_once, monkeypatch):
+    monkeypatch.setattr("orthocond._metric._LARGEST_PATCHES", at_once)
+    make, norm, shape = CASES[case]
+    torch.manual_seed(0)
+    x = noise(*shape, dtype=torch.float64) + 5.0
+    model = nn.Sequential(make(), norm()).double()
+    treatment = treat(model, "0", "gauge", threshold=1.0)
+    treatment._gauge.watch()
+    model(x)
+    seen = treatment._gauge._seen
+    found = treatment._gauge._input_covariance(seen)
+    W = treatment._gauge._rows(model[0].weight.detach())
+    assert torch.allclose(W @ found.S @ W.mT, seen.covariance, atol=1e-12)
+    assert found.num_samples == seen.num_samples == model(x).numel() // model[1].num_features
+
+
+@pytest.mark.parametrize("spec", ["gauge", "nog+gauge", "gauge+olr", "nog+gauge+olr"])
+@pytest.mark.parametrize("channels", [(12, 6), (6, 12)])
+@pytest.mark.filterwarnings("ignore:olr with only one")
+def test_training_goes_as_it_would_go_on_white_inputs(spec, channels):
+    """After the change, a step of the weight is that of the weight which white inputs would have."""
+    fan_in, fan_out = channels
+    torch.manual_seed(0)
+    x = noise(200, fan_in, dtype=torch.float64) * torch.logspace(0, -1.5, fan_in, dtype=torch.float64) + 1
+    y = noise(200, 1, dtype=torch.float64, seed=3)
+
+    def network():
+        torch.manual_seed(1)
+        norm = DecorrelatedBatchNorm1d(fan_out, rtol=1e-8)
+        return nn.Sequential(nn.Linear(fan_in, fan_out), norm, nn.Tanh(), nn.Linear(fan_out, 1)).double()
+
+    def trained(model, treatment, x, steps):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+        if treatment is not None:
+            treatment.attach(optimizer)
+        outputs = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            outputs.append(model(x))
+            (outputs[-1] - y).square().mean().backward()
+            optimizer.step()
+        return torch.stack(outputs).detach()
+
+    gauged = network()
+    treatment = treat(gauged, "0", spec, rule="exact")
+    found = trained(gauged, treatment, x, 20)
+    root = treatment.state_dict()["gauge"]["root"][0]
+
+    white = network()
+    P = covariance(white[0](x).detach().T)
+    l, U = torch.linalg.eigh(P)
+    kept = l > 1e-8 * l.max()
+    whitening = (U[:, kept] / l[kept].sqrt()) @ U[:, kept].T
+    start = l[kept].mean().sqrt() * whitening @ white[0].weight.detach()
+    white[0].weight.data.copy_(torch.linalg.solve(root, start, left=False))
+    rest = spec.replace("+gauge", "").replace("gauge+", "").replace("gauge", "none")
+    expected = trained(white, treat(white, "0", rest, rule="exact"), (x - x.mean(0)) @ root, 20)
+    assert torch.allclose(found, expected, rtol=1e-6, atol=1e-8)
+    assert (found[-1] - found[0]).norm() > 0.1 * found[0].norm()
+    assert covariance(((x - x.mean(0)) @ root).T).std() < covariance(x.T).std()  # it was not white before
+
+
+@pytest.mark.parametrize("spec", ["gauge", "nog+gauge"])
+def test_the_scale_does_not_change_the_training(spec):
+    outputs = []
+    for scale in ("trace", "weight", "unit"):
+        model = net().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+        treat(model, "conv1", spec, scale=scale).attach(optimizer)
+        for seed in range(8):
+            optimizer.zero_grad()
+            x = images(seed).double()
+            F.cross_entropy(model(x), x.mean((2, 3)).argmax(1)).backward()
+            optimizer.step()
+        outputs.append(model(images(9).double()))
+    assert torch.allclose(outputs[0], outputs[1], atol=1e-6)
+    assert torch.allclose(outputs[0], outputs[2], atol=1e-6)
+
+
+def test_directions_that_few_samples_do_not_show_are_not_amplified():
+    torch.manual_seed(0)
+    model = nn.Sequential(ill_conditioned_(nn.Linear(64, 4), decades=4.0), DecorrelatedBatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    treatment = treat(model, "0", "gauge").attach(optimizer)
+    for seed in range(50):
+        optimizer.zero_grad()
+        x = noise(50, 64, seed=seed)
+        (model(x).squeeze(1) - x[:, 0]).square().mean().backward()
+        optimizer.step()
+    found = treatment.state_dict()["gauge"]
+    l = torch.linalg.eigvalsh(found["root"][0])
+    assert l[-1] / l[0] < 3  # of the covariance of 50 samples in 64 dimensions: infinite
+    assert model[0].weight.isfinite().all()
+
+
+def test_under_autocast_and_by_keyword():
+    class Keyword(Net):
+        def forward(self, x):
+            x = torch.relu(self.norm1(self.conv1(input=x)))
+            return self.head(torch.relu(self.conv2(x)).mean((2, 3)))
+
+    torch.manual_seed(0)
+    model = Keyword()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    treatment = treat(model, "conv1", "gauge").attach(optimizer)
+    for seed in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(images(seed)), torch.arange(16) % 4)
+        loss.backward()
+        optimizer.step()
+        assert treatment.last.gauged == (seed == 0)
+    assert model.conv1.weight.isfinite().all()
+
+
+def test_nog_is_orthogonal_where_the_input_is_white():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     treatment = treat(model, "conv1", "gauge+nog").attach(optimizer)
@@ -272,8 +389,9 @@ def test_nog_comes_after_it():
     treatment._gauge.step = spied
     step(model, optimizer)
     assert treatment.last.gauged
-    moved = (model.conv1.weight.detach() - seen[0]).flatten(1) / 0.1
-    assert torch.allclose(torch.linalg.svdvals(moved), torch.ones(8), atol=1e-4)
+    moved = (model.conv1.weight.detach() - seen[0]).flatten(1).double() / 0.1
+    moved = torch.linalg.solve(treatment.state_dict()["gauge"]["root"][0], moved, left=False)
+    assert torch.allclose(torch.linalg.svdvals(moved), torch.ones(8, dtype=torch.float64), atol=1e-3)
     assert treatment.last.gradient_range[1] > 0
 
 
@@ -437,8 +555,9 @@ def test_checkpoints():
 def test_a_state_from_before_there_was_gauge():
     treatment = treat(net(), "conv1", "nog")
     state = treatment.state_dict()
-    for option in ("threshold", "scale", "momentum"):
+    for option in ("threshold", "scale", "momentum", "metric"):
         del state["options"][option]
+    del state["gauge"]
     state["last"] = {"learning_rate": 0.1, "eta": None, "switched": False, "gradient_range": None}
     treatment.load_state_dict(state)
     assert treatment.last.learning_rate == 0.1
@@ -609,6 +728,7 @@ def test_what_can_not_be_gauged_is_refused(model, message, example):
         (lambda: treat(net(), "conv1", "gauge", threshold=float("nan")), "threshold >= 1"),
         (lambda: treat(net(), "conv1", "gauge", scale="det"), "choose one of trace, weight, unit"),
         (lambda: treat(net(), "conv1", "gauge", momentum="lose"), "choose one of keep, reset, transform"),
+        (lambda: treat(net(), "conv1", "gauge", metric="output"), "choose one of input, weight"),
     ],
 )
 def test_bad_input(call, message):

@@ -172,8 +172,8 @@ class Gauge:
     def _rate_after(self, change: "Change", W: Tensor) -> Tensor:
         """Return the rates for `metric_root`: so that a step turns what it turned, whatever the scale.
 
-        Turning is a step over the size of ``W S^(1/2)``. At the first change of a group that is taken to be the size that
-        the weight has for white inputs; later ones keep the rate.
+        A step turns the polar factor by its length over the size of ``W S^(1/2)``, for white inputs that of the weight.
+        At the first change of a group the weight's size before it is taken for that; later ones keep the rate.
         """
         size = W.square().sum((-2, -1)) / change.rank.clamp(min=1)
         before = torch.zeros_like(change.c) if self._rate is None else self._rate

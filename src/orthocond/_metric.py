@@ -1,7 +1,7 @@
 """What a change of gauge needs to know of the layer's input: the gradient at the new weight, and how to measure a step.
 
-See docs/gauge.md, "The gradient at the new weight" and "The step": with the covariance ``S`` of the input, everything is
-about ``M = W S^(1/2)``, of which the whitening gives the polar factor.
+With the covariance ``S`` of the input, all of it is about ``M = W S^(1/2)``, of which whitening gives the polar factor:
+see docs/gauge.md.
 """
 
 import copy
@@ -107,7 +107,7 @@ class _Patches:
         """Return the patches ``(groups, size, samples)``."""
         if self.ndim == 2:
             return x.mT.unsqueeze(0)
-        found = self._layer.forward(x)  # not a call: that would run the hooks of the layer
+        found: Tensor = self._layer.forward(x)  # not a call: that would run the hooks of the layer
         return found.movedim(1, 0).reshape(self.layout["groups"], self.size, -1)
 
 
@@ -117,8 +117,8 @@ def gradient_after(G: Tensor, W: Tensor, S: Tensor, c: Tensor, *, rtol: float = 
     In the bases of the singular vectors of :math:`M = W S^{1/2}`, with the singular values :math:`s`, the derivative of
     the polar factor divides the antisymmetric part of a change of ``M`` by :math:`s_i + s_j`, and what leads out of the
     rows or columns by :math:`s_i`; after it, all of them are ``c``. So the first gets :math:`(s_i + s_j) / 2c` and the
-    second :math:`s_i / c`. A direction that the whitening drops has a singular value :math:`d` of its own, and couples an
-    entry to its mirror image, with the gaps of `orthocond.linalg._differences`.
+    second :math:`s_i / c`. A direction that the whitening drops has a singular value :math:`d` of its own, and couples
+    an entry to its mirror image, with the gaps of `orthocond.linalg._differences`.
 
     Args:
         G: gradients ``(groups, c, k)``.
@@ -159,16 +159,19 @@ def gradient_after(G: Tensor, W: Tensor, S: Tensor, c: Tensor, *, rtol: float = 
 def metric_root(found: InputCovariance, rate: Tensor, *, rtol: float) -> Tensor:
     r"""Return :math:`(\kappa S^{-1})^{1/2}`: a step measured by it turns the polar factor as fast in every direction.
 
-    A direction of the input that is too weak to be told from noise is taken to be as strong as the noise: ``tr(S)``
-    divided by the number of samples, and ``rtol`` times the strongest at least.
+    A direction of the input that is too weak to be told from noise, ``tr(S)`` over the number of samples, is taken to be
+    as strong as that. One that is known to be below the cut of the whitening is taken to be as strong as the strongest:
+    its step stays small, so that it is dropped as before.
 
     Args:
         found: the covariance of the input, with a matrix for each rate.
         rate: :math:`\kappa`, ``(groups,)``; where it is zero, the identity is returned.
-        rtol: what counts as nothing.
+        rtol: what is at or below ``rtol`` times the strongest is dropped by the whitening.
     """
     l, V = torch.linalg.eigh(found.S)
-    floor = torch.maximum(rtol * l[..., -1:], l.sum(-1, keepdim=True) / found.num_samples)
-    g = (rate.unsqueeze(-1) / l.clamp(min=0).maximum(floor)).sqrt()
+    largest, noise = l[..., -1:], l.sum(-1, keepdim=True) / found.num_samples
+    is_dropped = (l <= rtol * largest) & (noise <= rtol * largest)
+    g = (rate.unsqueeze(-1) / torch.where(is_dropped, largest, l.maximum(noise))).sqrt()
     g = torch.where(rate.unsqueeze(-1) > 0, g, 1.0)
-    return (V * g.unsqueeze(-2)) @ V.mT
+    root: Tensor = (V * g.unsqueeze(-2)) @ V.mT
+    return root

@@ -179,8 +179,9 @@ def treat(
             `orthocond.linalg.POLAR_SOLVERS`); and for ``gauge``, see docs/gauge.md: ``threshold`` (the condition number
             above which it acts), ``scale`` (what it keeps: the covariance's ``"trace"``, the norm of the ``"weight"``,
             or ``"unit"`` for a covariance that becomes the identity), ``momentum`` (the optimizer's: ``"keep"``,
-            ``"reset"`` or ``"transform"``), ``metric`` (a step is measured as if the layer's ``"input"`` were white, or in
-            the numbers of the new ``"weight"``), ``process_group`` (the processes with copies of the model, None for all).
+            ``"reset"`` or ``"transform"``), ``metric`` (a step is measured as if the layer's ``"input"`` were white, or
+            in the numbers of the new ``"weight"``), ``process_group`` (the processes with copies of the model, None for
+            all).
 
     Returns:
         The treatment, its weight in place (``sn``, ``ow``), to be attached to the optimizer (``nog``, ``olr``,
@@ -234,8 +235,8 @@ class Treatment:
     """A treatment on a layer, as `treat` makes it.
 
     The order within a step is: unscale (GradScaler), the user's clipping, ``gauge``, ``nog``, ``olr``, the optimizer's
-    step. So ``nog`` and ``olr`` see weight and gradient in the gauge in which the step is taken. The learning rate that
-    ``olr`` takes is put back after the step, so schedulers never see it.
+    step. So ``nog`` and ``olr`` see weight and gradient in the gauge, and the metric, in which the step is taken. The
+    learning rate that ``olr`` takes is put back after the step, so schedulers never see it.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4, bias=False))
@@ -378,7 +379,7 @@ class Treatment:
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is to be saved in a checkpoint, in plain types; the weight is in the model's."""
+        """Return what is to be saved in a checkpoint, plain types and tensors; the weight is in the model's."""
         last = self.last
         return {
             "layer": self.name,

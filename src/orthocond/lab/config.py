@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orthocond._gauge import METRICS
 from orthocond.errors import ArgumentError, check_choice
 from orthocond.lab.methods import method
 from orthocond.lab.models import MODELS
@@ -74,6 +75,7 @@ class Config:
     rule: str = _setting("paper", f"of olr: {', '.join(RULES)}")
 
     threshold: float = _setting(10.0, "condition number above which gauge acts")
+    metric: str = _setting("input", f"of steps after gauge acted: {', '.join(METRICS)}")
 
     epochs: int = _setting(1, "passes over the training images")
     steps: int | None = _setting(None, "stop after so many steps, whatever the epochs")
@@ -103,6 +105,7 @@ class Config:
             ("gradient", GRADIENTS),
             ("kind", KINDS),
             ("rule", RULES),
+            ("metric", METRICS),
             ("schedule", SCHEDULES),
             ("precision", PRECISIONS),
             ("accelerator", ("auto", "cpu", "cuda", "mps")),

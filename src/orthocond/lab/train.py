@@ -444,7 +444,8 @@ def network(config: Config, data: Data, *, sync: bool) -> tuple[nn.Module, Treat
     if chosen.treatment == "none":
         return model, None
     images, _ = next(iter(data.val_batches(Part(), torch.device("cpu"))))
-    settings = {name: getattr(config, name) for name in ("kind", "normalize", "penalty_weight", "rule", "threshold")}
+    settable = ("kind", "normalize", "penalty_weight", "rule", "threshold", "metric")
+    settings = {name: getattr(config, name) for name in settable}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OrthocondWarning)  # a combination that was asked for by its name
         return model, treat(model, "auto", chosen.treatment, example_input=images[:2], **settings)
