@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from orthocond._metric import InputCovariance, gradient_after, input_covariance, metric_root
+from orthocond._metric import Metric, cross_covariance, gradient_after, metric_of
 from orthocond._whitened import meta_layer_behind
 from orthocond.errors import ArgumentError, check_choice
 from orthocond.linalg._compile import uncompiled
@@ -84,8 +84,8 @@ class Gauge:
         self._handles: list[Any] = []
         self._input: Tensor | None = None
         self._seen: _Seen | None = None
-        self._rate: Tensor | None = None
-        self._root: Tensor | None = None
+        self._speeds: Tensor | None = None
+        self._metric: Metric | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of a watched model may have: no process group, and nothing that is on its way."""
@@ -107,14 +107,18 @@ class Gauge:
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """Return what is to be saved: how steps are measured since the first change, None before it."""
-        if self._rate is None or self._root is None:
+        if self._speeds is None or self._metric is None:
             return None
-        return {"rate": self._rate, "root": self._root}
+        return {"speeds": self._speeds, **self._metric._asdict()}
 
     def load_state_dict(self, state: dict[str, Tensor] | None) -> None:
         """Take over what was saved."""
+        if state is None:
+            self._speeds = self._metric = None
+            return
         device = widen(self.layer.weight).device
-        self._rate, self._root = (None, None) if state is None else (state[key].to(device) for key in ("rate", "root"))
+        self._speeds, *metric = (state[key].to(device) for key in ("speeds", *Metric._fields))
+        self._metric = Metric(*metric)
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> GaugeStep:
@@ -129,27 +133,24 @@ class Gauge:
         if not is_too_large:
             return GaugeStep(False, before, before)
         rows = self._rows(widen(self.layer.weight))
-        rtol = _rank_rtol(self.norm, seen.covariance)
         change = change_of_gauge(
             seen.covariance,
             rows,
             threshold=self.threshold,
             num_samples=seen.num_samples,
             scale=self.scale,
-            rtol=rtol,
+            rtol=_rank_rtol(self.norm, seen.covariance),
             solver=self.norm.solver,
         )
-        found = self._input_covariance(seen)
-        gradient = gradient_after(self._rows(widen(self.layer.weight.grad)), rows, found.S, change.c, rtol=rtol)
-        rate = self._rate_after(change, rows)
-        root = metric_root(found, rate, rtol=rtol)
+        T, inverse, cond = change.T, change.inverse, change.cond
+        gradient = self._gradient_after(change, rows, seen.input)
+        speeds, metric = self._metric_after(change, rows)
         if self._is_distributed():  # the very same matrices everywhere, whatever the machines' rounding
-            change = Change(*(self._from_first(part) for part in change))
-            gradient, rate, root = (self._from_first(part) for part in (gradient, rate, root))
-        self._replace(change, optimizer)
-        self._set_rows_(self.layer.weight.grad, gradient)
-        self._rate, self._root = rate, root
-        return GaugeStep(True, before, float(change.cond))
+            T, inverse, cond, gradient, speeds = map(self._from_first, (T, inverse, cond, gradient, speeds))
+            metric = Metric(*map(self._from_first, metric))
+        self._replace(T, inverse, gradient, optimizer)
+        self._speeds, self._metric = speeds, metric
+        return GaugeStep(True, before, float(cond))
 
     @torch.no_grad()
     def measure_(self, gradient: Tensor) -> None:
@@ -157,42 +158,42 @@ class Gauge:
 
         In between it is that of the weight in the coordinates in which the input is white.
         """
-        if self._root is not None and self.metric == "input":
-            self._set_rows_(gradient, self._rows(widen(gradient)) @ self._root)
+        if self._metric is not None and self.metric == "input":
+            self._set_rows_(gradient, self._metric(self._rows(widen(gradient))))
 
     @torch.no_grad()
     def measured(self, weight: Tensor) -> Tensor:
         """Return a weight in the coordinates in which the input is white."""
-        if self._root is None or self.metric != "input":
+        if self._metric is None or self.metric != "input":
             return weight
         found = torch.empty_like(weight)
-        self._set_rows_(found, torch.linalg.solve(self._root, self._rows(widen(weight)), left=False))
+        self._set_rows_(found, self._metric.inverse()(self._rows(widen(weight))))
         return found
 
-    def _rate_after(self, change: "Change", W: Tensor) -> Tensor:
-        """Return the rates for `metric_root`: so that a step turns what it turned, whatever the scale.
+    def _metric_after(self, change: "Change", W: Tensor) -> tuple[Tensor, Metric]:
+        """Return how steps are measured after a change, and the speeds ``(2, groups)`` that the next one has to keep.
 
-        A step turns the polar factor by its length over the size of ``W S^(1/2)``, for white inputs that of the weight.
-        At the first change of a group the weight's size before it is taken for that; later ones keep the rate.
+        A gradient turns the polar factor by its length over the squared size of ``W S^(1/2)``, for white inputs that of
+        the weight. So at the first change of a group the rows get the speed that the weight would have if inputs were
+        white, and what is beside them that of the plain metric. Later changes keep both, whatever the scale.
         """
-        size = W.square().sum((-2, -1)) / change.rank.clamp(min=1)
-        before = torch.zeros_like(change.c) if self._rate is None else self._rate
-        after = torch.where(before > 0, before * change.c.square() / change.mean, change.c.square() / size)
-        return torch.where(change.c > 0, after, before)
+        first = torch.stack([change.kept.sum(-1) / W.square().sum((-2, -1)), change.mean.reciprocal()])
+        before = torch.zeros_like(first) if self._speeds is None else self._speeds
+        speeds = torch.where(before > 0, before / change.mean, first)
+        is_changed = change.c > 0
+        scaled = torch.where(is_changed, speeds * change.c.square(), 1.0)
+        metric = metric_of(change.support @ W, torch.where(is_changed, speeds[0], 1.0), scaled[1])
+        if not bool(is_changed.all()):  # the other groups keep theirs
+            metric = metric.where(is_changed, Metric.plain(W) if self._metric is None else self._metric)
+        return torch.where(is_changed, scaled, before), metric
 
-    def _input_covariance(self, seen: "_Seen") -> InputCovariance:
-        """Return the covariance of the layer's input for each group of the whitening."""
+    def _gradient_after(self, change: "Change", W: Tensor, x: Tensor) -> Tensor:
         norm = self.norm
-        found = input_covariance(
-            self.layer,
-            seen.input,
-            positions=seen.positions,
-            layout=self._layout,
-            sync=norm._is_synchronised(),
-            process_group=norm.process_group,
+        WS = cross_covariance(self.layer, x, sync=norm._is_synchronised(), process_group=norm.process_group)
+        G = self._rows(widen(self.layer.weight.grad))
+        return gradient_after(
+            G, W, self._rows(widen(WS)), change.eigenvalues, change.vectors, change.c, rtol=change.rtol
         )
-        S = found.S.repeat_interleave(norm.groups // len(found.S), dim=0)
-        return InputCovariance(S, found.num_samples)
 
     @uncompiled
     @torch.no_grad()
@@ -252,23 +253,24 @@ class Gauge:
         torch.distributed.broadcast(tensor, first, group=self.process_group)
         return tensor
 
-    def _replace(self, change: "Change", optimizer: torch.optim.Optimizer) -> None:
+    def _replace(self, T: Tensor, inverse: Tensor, gradient: Tensor, optimizer: torch.optim.Optimizer) -> None:
         norm, layer = self.norm, self.layer
         for parameter in (layer.weight, layer.bias):
             if parameter is None:
                 continue
-            self._multiply_(parameter, change.T)
-            if parameter.grad is not None and parameter is layer.bias:
-                self._multiply_(parameter.grad, change.inverse)
+            self._multiply_(parameter, T)
             state = optimizer.state.get(parameter, {})
             for buffer in (state[key] for key in _MOMENTUM_KEYS if isinstance(state.get(key), Tensor)):
                 if self.momentum == "reset":
                     buffer.zero_()
                 elif self.momentum == "transform":
-                    self._multiply_(buffer, change.inverse)
+                    self._multiply_(buffer, inverse)
+        self._set_rows_(layer.weight.grad, gradient)
+        if layer.bias is not None and layer.bias.grad is not None:
+            self._multiply_(layer.bias.grad, inverse)
         if norm.running_mean is not None and norm.running_whitening is not None:
-            self._multiply_(norm.running_mean, change.T)
-            norm.running_whitening.copy_(widen(norm.running_whitening) @ change.inverse)
+            self._multiply_(norm.running_mean, T)
+            norm.running_whitening.copy_(widen(norm.running_whitening) @ inverse)
 
     def _multiply_(self, tensor: Tensor, matrices: Tensor) -> None:
         """Multiply something with the shape of the weight or the bias by matrices ``(groups, c, c)``, from the left."""
@@ -307,18 +309,44 @@ class _Seen(NamedTuple):
 class Change(NamedTuple):
     """A change of gauge: all in float64."""
 
-    T: Tensor
-    """``(groups, c, c)``: what the weight is multiplied by."""
-    inverse: Tensor
-    """``(groups, c, c)``: what the whitening matrix is multiplied by, from the right."""
+    eigenvalues: Tensor
+    """``(groups, c)``, those of the covariance."""
+    vectors: Tensor
+    """``(groups, c, c)``, its eigenvectors."""
+    kept: Tensor
+    """``(groups, c)``: which of them the whitening keeps."""
+    rtol: float
+    """What is at or below ``rtol`` times the largest eigenvalue is dropped."""
+    factors: Tensor
+    """``(groups, c)``: by how much the directions are stretched."""
+    c: Tensor
+    """``(groups,)``: the square root of the eigenvalues that are kept, after it; 0 for a group that stays as it is."""
     cond: Tensor
     """The largest condition number on the support, after it."""
-    c: Tensor
-    """``(groups,)``: the square root of the eigenvalues on the support, after it; 0 for a group that stays as it is."""
-    mean: Tensor
-    """``(groups,)``: the mean of these eigenvalues before it."""
-    rank: Tensor
-    """``(groups,)``: how many they are."""
+
+    @property
+    def T(self) -> Tensor:  # noqa: N802  # its name in the formulas
+        """``(groups, c, c)``: what the weight is multiplied by."""
+        return self._matrix(self.factors)
+
+    @property
+    def inverse(self) -> Tensor:
+        """``(groups, c, c)``: what the whitening matrix is multiplied by, from the right."""
+        return self._matrix(self.factors.reciprocal())
+
+    @property
+    def support(self) -> Tensor:
+        """``(groups, c, c)``: the same as ``T``, without what is dropped."""
+        return self._matrix(torch.where(self.kept, self.factors, 0.0))
+
+    @property
+    def mean(self) -> Tensor:
+        """``(groups,)``: of the eigenvalues that are kept."""
+        return torch.where(self.kept, self.eigenvalues, 0.0).sum(-1) / self.kept.sum(-1)
+
+    def _matrix(self, values: Tensor) -> Tensor:
+        matrix: Tensor = (self.vectors * values.unsqueeze(-2)) @ self.vectors.mT
+        return matrix
 
 
 def change_of_gauge(
@@ -357,19 +385,18 @@ def change_of_gauge(
     largest = l.amax(-1, keepdim=True)
     kept = l > rtol * largest
     g = torch.where(kept, l, largest).rsqrt()
-    mean = torch.where(kept, l, 0.0).sum(-1) / kept.sum(-1)
+    change = Change(l, U, kept, rtol, g, torch.ones_like(g[..., 0]), l)
     if scale == "trace":
-        c = mean.sqrt()
+        c = change.mean.sqrt()
     elif scale == "weight":
-        c = torch.linalg.matrix_norm(W) / torch.linalg.matrix_norm(g.unsqueeze(-1) * (U.mT @ W.to(U)))
+        c = torch.linalg.matrix_norm(W) / torch.linalg.matrix_norm(change.T @ W.to(U))
     else:
-        c = torch.ones_like(g[..., 0])
+        c = change.c
     found = spectrum_of(l, eps=0.0, rtol=rtol)
     is_too_large = found.cond_support > _limit(found.rank, num_samples, threshold)  # never at rank 0
     g = torch.where(is_too_large.unsqueeze(-1), c.unsqueeze(-1) * g, 1.0)
     after = spectrum_of(g.square() * l, eps=0.0, rtol=rtol).cond_support.max()
-    T, inverse = (U * g.unsqueeze(-2)) @ U.mT, (U / g.unsqueeze(-2)) @ U.mT
-    return Change(T, inverse, after, torch.where(is_too_large, c, 0.0), mean, found.rank)
+    return change._replace(factors=g, c=torch.where(is_too_large, c, 0.0), cond=after)
 
 
 def _limit(rank: Tensor, num_samples: int, threshold: float) -> Tensor:

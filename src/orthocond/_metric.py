@@ -1,7 +1,7 @@
-"""What a change of gauge needs to know of the layer's input: the gradient at the new weight, and how to measure a step.
+"""The gradient at the weight that a change of gauge leads to, and how a step of that weight is measured.
 
-With the covariance ``S`` of the input, all of it is about ``M = W S^(1/2)``, of which whitening gives the polar factor:
-see docs/gauge.md.
+All of it is about ``M = W S^(1/2)``, with the covariance ``S`` of the layer's input, of which whitening gives the polar
+factor: see docs/gauge.md. ``S`` itself is never formed, only ``W S``, which is what a backward pass of the layer gives.
 """
 
 import copy
@@ -10,168 +10,138 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from orthocond.linalg._eigen import symmetric
-from orthocond.linalg._kernels import matrix_kernel
-from orthocond.linalg._precision import autocast_off, widen
+from orthocond.linalg._precision import autocast_off
 from orthocond.nn._whitening import summed
 
-__all__ = ["InputCovariance", "gradient_after", "input_covariance", "metric_root"]
-
-_LARGEST_PATCHES = 2**24
-"""So many numbers of patches are held at once."""
+__all__ = ["Metric", "cross_covariance", "gradient_after", "metric_of"]
 
 
-class InputCovariance(NamedTuple):
-    """The covariance of what a layer multiplies by its weight, in float64."""
+def cross_covariance(layer: nn.Module, x: Tensor, *, sync: bool = False, process_group: Any = None) -> Tensor:
+    """Return the covariance ``W S`` of the outputs of a layer with its inputs, in the shape of the weight.
 
-    S: Tensor
-    """``(groups, k, k)``: a matrix for each group of the layer."""
-    num_samples: int
-
-
-def input_covariance(
-    layer: nn.Module,
-    x: Tensor,
-    *,
-    positions: int,
-    layout: dict[str, Any],
-    sync: bool = False,
-    process_group: Any = None,
-) -> InputCovariance:
-    """Return the covariance of the input of a linear layer, or of the patches that a convolution sees.
+    The inputs of a convolution are its patches. With centred outputs, the sum of the outer products of outputs and
+    inputs is what the layer's backward pass computes for the weight.
 
     Args:
         layer: linear, or a convolution of any kind.
         x: its input.
-        positions: how many samples an image gives.
-        layout: groups and kind of the layer, as `orthocond.linalg._kernels.kernel_matrix` takes them.
         sync: take it over all processes of the group.
         process_group: these.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+        >>> layer = nn.Linear(2, 1)
+        >>> found = cross_covariance(layer, x)
+        >>> bool((found == layer.weight * torch.tensor([1.0, 0.0])).all())
+        True
     """
-    patches = _Patches(layer, layout)
-    x = patches.batched(x.detach().to(layer.weight.dtype))  # type: ignore[arg-type]
-    at_once = max(1, _LARGEST_PATCHES // (patches.size * layout["groups"] * positions))
-    total: list[Tensor] = []
-    shift = None
-    with autocast_off(x.device):
-        for part in x.split(at_once):
-            samples = patches(part)
-            if shift is None:  # near the mean, so that the mean's square drowns nothing
-                shift = samples.mean(-1, keepdim=True)
-            samples = samples - shift
-            moments = [
-                widen(samples.sum(-1)),
-                widen(samples @ samples.mT),
-                widen(samples.new_tensor(samples.shape[-1])),
-            ]
-            total = [a + b for a, b in zip(total, moments, strict=True)] if total else moments
-    assert shift is not None
-    sums, products, count = total
-    centre = widen(shift.squeeze(-1))
-    mean = sums / count + centre
-    second = products - sums.unsqueeze(-1) * sums.unsqueeze(-2) / count
+    weight = layer.weight.detach().requires_grad_()  # type: ignore[operator]
+    assert isinstance(weight, Tensor)
+    plain = copy.copy(layer)
+    plain._parameters = {"weight": weight, "bias": None}  # type: ignore[dict-item]
+    with torch.enable_grad(), autocast_off(x.device):
+        y = plain.forward(x.detach().to(weight.dtype))  # not a call: that would run the hooks of the layer
+    channels = y.ndim - 1 if weight.ndim == 2 else y.ndim - weight.ndim + 1
+    others = [dim for dim in range(y.ndim) if dim != channels]
+    outputs = y.detach()
+    total = outputs.sum(others, keepdim=True)
+    count = outputs.new_full((1,), outputs.numel() // outputs.shape[channels])
     if sync:
-        weighted, everywhere = summed([count * mean, count.reshape(1)], process_group)
-        away = mean - weighted / everywhere
-        (second,) = summed([second + count * away.unsqueeze(-1) * away.unsqueeze(-2)], process_group)
-        count = everywhere.squeeze()
-    return InputCovariance(symmetric(second / count), int(count))
+        total, count = summed([total, count], process_group)
+    (found,) = torch.autograd.grad(y, weight, (outputs - total / count) / count)
+    return summed([found], process_group)[0] if sync else found
 
 
-class _Patches:
-    """A layer with the identity for a weight: what it gives are the vectors that it multiplies by its own."""
-
-    def __init__(self, layer: Any, layout: dict[str, Any]) -> None:
-        weight, groups = layer.weight, layout["groups"]
-        self.layout, self.ndim, self.size = layout, weight.ndim, 0
-        if weight.ndim == 2:
-            self.size = weight.shape[1]
-            return
-        in_channels, kernel = (weight.shape[0] // groups if layout["transposed"] else weight.shape[1]), weight.shape[2:]
-        self.size = in_channels * kernel.numel()
-        shape = (weight.shape[0], self.size) if layout["transposed"] else (groups * self.size, in_channels)
-        identity = torch.eye(self.size, dtype=weight.dtype, device=weight.device).expand(groups, -1, -1)
-        self._layer = copy.copy(layer)
-        self._layer._parameters = {
-            "weight": nn.Parameter(matrix_kernel(identity, weight.new_empty(*shape, *kernel), **layout), False),
-            "bias": None,
-        }
-
-    def batched(self, x: Tensor) -> Tensor:
-        """Return the input with the samples, or images, in the first dimension."""
-        if self.ndim == 2:
-            return x.reshape(-1, self.size)
-        return x if x.ndim == self.ndim else x.unsqueeze(0)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the patches ``(groups, size, samples)``."""
-        if self.ndim == 2:
-            return x.mT.unsqueeze(0)
-        found: Tensor = self._layer.forward(x)  # not a call: that would run the hooks of the layer
-        return found.movedim(1, 0).reshape(self.layout["groups"], self.size, -1)
-
-
-def gradient_after(G: Tensor, W: Tensor, S: Tensor, c: Tensor, *, rtol: float = 0.0) -> Tensor:
+def gradient_after(G: Tensor, W: Tensor, WS: Tensor, l: Tensor, Q: Tensor, c: Tensor, *, rtol: float) -> Tensor:
     r"""Return the gradient at ``T W`` of what has the gradient ``G`` at ``W``, if it goes through whitening.
 
-    In the bases of the singular vectors of :math:`M = W S^{1/2}`, with the singular values :math:`s`, the derivative of
-    the polar factor divides the antisymmetric part of a change of ``M`` by :math:`s_i + s_j`, and what leads out of the
-    rows or columns by :math:`s_i`; after it, all of them are ``c``. So the first gets :math:`(s_i + s_j) / 2c` and the
-    second :math:`s_i / c`. A direction that the whitening drops has a singular value :math:`d` of its own, and couples
-    an entry to its mirror image, with the gaps of `orthocond.linalg._differences`.
+    With the singular value decomposition :math:`M = Q \operatorname{diag}(s) R^T`, a gradient is
+    :math:`G = (Q X R^T + E) S^{1/2}`, where the rows of :math:`E` leave those of ``M``. The derivative of the polar
+    factor divides the antisymmetric part of a change by :math:`s_i + s_j`, and what leads out of the rows or columns by
+    :math:`s_i`; after the change of gauge all of them are ``c``. So an entry of ``X`` gets the factor
+    :math:`(s_i + s_j) / 2c`, and one with a direction that is not there, or dropped, and the rows of :math:`E` get
+    :math:`s_i / c`. A dropped direction has a singular value :math:`d` of its own, which couples an entry to its mirror
+    image, with the gaps of `orthocond.linalg._differences`.
 
     Args:
         G: gradients ``(groups, c, k)``.
         W: the weights before.
-        S: the covariances of the input ``(groups, k, k)``.
+        WS: their `cross_covariance`.
+        l: the eigenvalues of the covariances ``(groups, c)``.
+        Q: their eigenvectors ``(groups, c, c)``.
         c: ``(groups,)``: the singular values after; zero for a group that stays as it is.
-        rtol: singular values whose squares are at or below ``rtol`` times the largest are dropped by the whitening.
+        rtol: what has an eigenvalue at or below ``rtol`` times the largest is dropped by the whitening.
     """
-    l, V = torch.linalg.eigh(S)
-    seen = l > l.shape[-1] * torch.finfo(l.dtype).eps * l[..., -1:]
-    root = torch.where(seen, l, 0.0).sqrt()
-    inverse = torch.where(seen, l, torch.inf).rsqrt()
-    Q, s, Rh = torch.linalg.svd(W @ (V * root.unsqueeze(-2)), full_matrices=True)
-    X = Q.mT @ (G @ (V * inverse.unsqueeze(-2))) @ Rh.mT
-    rows, columns = X.shape[-2:]
-    size = max(rows, columns)
-    X = nn.functional.pad(X, (0, size - columns, 0, size - rows))
-    largest = s[..., :1]
-    s = nn.functional.pad(s, (0, size - s.shape[-1]))
+    s = l.clamp(min=0).sqrt()
+    largest = s.amax(-1, keepdim=True)
     kept = s.square() > rtol * largest.square()
-    kept &= s > 0
+    seen = s.square() > l.shape[-1] * torch.finfo(l.dtype).eps * largest.square()
+    inverse = torch.where(seen, s, torch.inf).reciprocal().unsqueeze(-2)
+    rows = Q.mT @ G
+    X = rows @ W.mT @ Q * inverse
+    basis = inverse.mT * (Q.mT @ WS)  # R^T S^(1/2)
+    outside = rows - X @ basis
+
     after = torch.where(c > 0, c, 1.0)[..., None, None]
-    d = torch.where(kept, 0.0, s / torch.where(largest > 0, largest, 1.0)).unsqueeze(-1)
-    d = (d + d.mT) * after  # where one of two is kept, that of the other, after the change
     s_i, s_j = s.unsqueeze(-1), s.unsqueeze(-2)
+    strong, weak = torch.maximum(s_i, s_j), torch.minimum(s_i, s_j)
     both = kept.unsqueeze(-1) & kept.unsqueeze(-2)
     one = kept.unsqueeze(-1) ^ kept.unsqueeze(-2)
-    strong, weak = torch.maximum(s_i, s_j), torch.minimum(s_i, s_j)
     gap = (strong.square() - weak.square()).maximum(rtol * largest.square().unsqueeze(-1))
     of_row = torch.where(kept.unsqueeze(-1), strong, (gap + weak.square()) / torch.where(one, strong, 1.0))
     F = of_row * X - weak * X.mT
-    to_one = (after * F + d * F.mT) / (after.square() - d.square()).where(one, torch.ones_like(d))
-    X = torch.where(both, X * (s_i + s_j) / (2 * after), torch.where(one, to_one, X))
-    moved = Q @ X[..., :rows, :columns] @ Rh @ (V * root.unsqueeze(-2)).mT
-    return torch.where(c[..., None, None] > 0, moved, G)
+    d = after * weak / torch.where(largest > 0, largest, 1.0).unsqueeze(-1)
+    across = (after * F + d * F.mT) / torch.where(one, after.square() - d.square(), 1.0)
+    X = torch.where(both, X * (s_i + s_j) / (2 * after), torch.where(one, across, X))
+    outside = torch.where(kept.unsqueeze(-1), s_i / after, 1.0) * outside
+    return torch.where(c[..., None, None] > 0, Q @ (X @ basis + outside), G)
 
 
-def metric_root(found: InputCovariance, rate: Tensor, *, rtol: float) -> Tensor:
-    r"""Return :math:`(\kappa S^{-1})^{1/2}`: a step measured by it turns the polar factor as fast in every direction.
+class Metric(NamedTuple):
+    """The root of a metric on rows: a factor, and another one for each of some directions."""
 
-    A direction of the input that is too weak to be told from noise, ``tr(S)`` over the number of samples, is taken to be
-    as strong as that. One that is known to be below the cut of the whitening is taken to be as strong as the strongest:
-    its step stays small, so that it is dropped as before.
+    directions: Tensor
+    """``(groups, k, n)``, orthonormal."""
+    stretch: Tensor
+    """``(groups, n)``: their factors."""
+    beside: Tensor
+    """``(groups,)``: the factor of everything else."""
+
+    @classmethod
+    def plain(cls, W: Tensor) -> "Metric":
+        """Return the one that changes nothing, for weights ``(groups, c, k)``."""
+        groups, rows, columns = W.shape
+        n = min(rows, columns)
+        return cls(W.new_zeros(groups, columns, n), W.new_ones(groups, n), W.new_ones(groups))
+
+    def where(self, mask: Tensor, other: "Metric") -> "Metric":
+        """Return this one for the groups in the mask ``(groups,)``, and the other for the rest."""
+        pairs = zip(self, other, strict=True)
+        return Metric(*(torch.where(mask.view(-1, *[1] * (own.ndim - 1)), own, its) for own, its in pairs))
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Return rows ``(groups, c, k)`` times the root."""
+        beside = self.beside.unsqueeze(-1)
+        more = (rows @ self.directions) * (self.stretch - beside).unsqueeze(-2)
+        return rows * beside.unsqueeze(-1) + more @ self.directions.mT
+
+    def inverse(self) -> "Metric":
+        """Return the one that undoes it."""
+        return Metric(self.directions, self.stretch.reciprocal(), self.beside.reciprocal())
+
+
+def metric_of(W: Tensor, rate: Tensor, beside: Tensor) -> Metric:
+    r"""Return the root of the metric :math:`\rho W^T W` on the rows of ``W``, and a multiple of the plain one beside.
+
+    For a weight whose polar factor has all of its rows and the size ``c``, :math:`W^T W` is :math:`c^2 S^{-1}`: a step
+    that is measured by it turns the polar factor equally fast in every direction of the input, strong or weak.
 
     Args:
-        found: the covariance of the input, with a matrix for each rate.
-        rate: :math:`\kappa`, ``(groups,)``; where it is zero, the identity is returned.
-        rtol: what is at or below ``rtol`` times the strongest is dropped by the whitening.
+        W: weights ``(groups, c, k)`` without what the whitening drops.
+        rate: :math:`\rho`, ``(groups,)``.
+        beside: the multiple, ``(groups,)``.
     """
-    l, V = torch.linalg.eigh(found.S)
-    largest, noise = l[..., -1:], l.sum(-1, keepdim=True) / found.num_samples
-    is_dropped = (l <= rtol * largest) & (noise <= rtol * largest)
-    g = (rate.unsqueeze(-1) / torch.where(is_dropped, largest, l.maximum(noise))).sqrt()
-    g = torch.where(rate.unsqueeze(-1) > 0, g, 1.0)
-    root: Tensor = (V * g.unsqueeze(-2)) @ V.mT
-    return root
+    _, s, Vh = torch.linalg.svd(W, full_matrices=False)
+    there = s > max(W.shape[-2:]) * torch.finfo(s.dtype).eps * s[..., :1]
+    root = beside.sqrt()
+    return Metric(Vh.mT, torch.where(there, s * rate.unsqueeze(-1).sqrt(), root.unsqueeze(-1)), root)
