@@ -143,8 +143,19 @@ class Gauge:
             solver=self.norm.solver,
         )
         T, inverse, cond = change.T, change.inverse, change.cond
-        gradient = self._gradient_after(change, rows, seen.input)
-        speeds, metric = self._metric_after(change, rows)
+        norm = self.norm
+        WS = cross_covariance(self.layer, seen.input, sync=norm._is_synchronised(), process_group=norm.process_group)
+        WS = self._rows(widen(WS))
+        gradient = gradient_after(
+            self._rows(widen(self.layer.weight.grad)),
+            rows,
+            WS,
+            change.eigenvalues,
+            change.vectors,
+            change.c,
+            rtol=change.rtol,
+        )
+        speeds, metric = self._metric_after(change, rows, WS)
         if self._is_distributed():  # the very same matrices everywhere, whatever the machines' rounding
             T, inverse, cond, gradient, speeds = map(self._from_first, (T, inverse, cond, gradient, speeds))
             metric = Metric(*map(self._from_first, metric))
@@ -170,7 +181,7 @@ class Gauge:
         self._set_rows_(found, self._metric.inverse()(self._rows(widen(weight))))
         return found
 
-    def _metric_after(self, change: "Change", W: Tensor) -> tuple[Tensor, Metric]:
+    def _metric_after(self, change: "Change", W: Tensor, WS: Tensor) -> tuple[Tensor, Metric]:
         """Return how steps are measured after a change, and the speeds ``(2, groups)`` that the next one has to keep.
 
         A gradient turns the polar factor by its length over the squared size of ``W S^(1/2)``, for white inputs that of
@@ -182,18 +193,10 @@ class Gauge:
         speeds = torch.where(before > 0, before / change.mean, first)
         is_changed = change.c > 0
         scaled = torch.where(is_changed, speeds * change.c.square(), 1.0)
-        metric = metric_of(change.support @ W, torch.where(is_changed, speeds[0], 1.0), scaled[1])
+        metric = metric_of(change.support @ W, change.support @ WS, torch.where(is_changed, speeds[0], 1.0), scaled[1])
         if not bool(is_changed.all()):  # the other groups keep theirs
             metric = metric.where(is_changed, Metric.plain(W) if self._metric is None else self._metric)
         return torch.where(is_changed, scaled, before), metric
-
-    def _gradient_after(self, change: "Change", W: Tensor, x: Tensor) -> Tensor:
-        norm = self.norm
-        WS = cross_covariance(self.layer, x, sync=norm._is_synchronised(), process_group=norm.process_group)
-        G = self._rows(widen(self.layer.weight.grad))
-        return gradient_after(
-            G, W, self._rows(widen(WS)), change.eigenvalues, change.vectors, change.c, rtol=change.rtol
-        )
 
     @uncompiled
     @torch.no_grad()

@@ -111,7 +111,7 @@ class Metric(NamedTuple):
     def plain(cls, W: Tensor) -> "Metric":
         """Return the one that changes nothing, for weights ``(groups, c, k)``."""
         groups, rows, columns = W.shape
-        n = min(rows, columns)
+        n = min(2 * rows, columns)
         return cls(W.new_zeros(groups, columns, n), W.new_ones(groups, n), W.new_ones(groups))
 
     def where(self, mask: Tensor, other: "Metric") -> "Metric":
@@ -130,18 +130,33 @@ class Metric(NamedTuple):
         return Metric(self.directions, self.stretch.reciprocal(), self.beside.reciprocal())
 
 
-def metric_of(W: Tensor, rate: Tensor, beside: Tensor) -> Metric:
-    r"""Return the root of the metric :math:`\rho W^T W` on the rows of ``W``, and a multiple of the plain one beside.
+def metric_of(W: Tensor, WS: Tensor, rows: Tensor, beside: Tensor) -> Metric:
+    r"""Return the root of the metric in which steps turn the polar factor equally fast in all directions of its rows.
 
-    For a weight whose polar factor has all of its rows and the size ``c``, :math:`W^T W` is :math:`c^2 S^{-1}`: a step
-    that is measured by it turns the polar factor equally fast in every direction of the input, strong or weak.
+    .. math:: B = \rho W^T W + \beta (I - \Pi) (I - \Pi)^T, \quad \Pi = W^T (W S W^T)^{-1} W S
+
+    For a weight with the covariance :math:`c^2 I`, the polar factor of ``M`` is :math:`M / c`, and
+    :math:`W^T W = S^{-1/2} M^T M S^{-1/2}`: so the first term is the inverse of ``S`` on the rows of ``M``. The projection
+    takes from a gradient what turns the polar factor within its rows; the second term is what the plain metric does to
+    the rest, without an effect on the rows.
 
     Args:
-        W: weights ``(groups, c, k)`` without what the whitening drops.
-        rate: :math:`\rho`, ``(groups,)``.
-        beside: the multiple, ``(groups,)``.
+        W: weights ``(groups, c, k)`` with equal eigenvalues of the covariance, without what the whitening drops.
+        WS: their `cross_covariance`.
+        rows: :math:`\rho`, ``(groups,)``.
+        beside: :math:`\beta`, ``(groups,)``.
     """
-    _, s, Vh = torch.linalg.svd(W, full_matrices=False)
+    _, s, Vh = torch.linalg.svd(torch.cat([_unit(W), _unit(WS)], -2), full_matrices=False)
     there = s > max(W.shape[-2:]) * torch.finfo(s.dtype).eps * s[..., :1]
-    root = beside.sqrt()
-    return Metric(Vh.mT, torch.where(there, s * rate.unsqueeze(-1).sqrt(), root.unsqueeze(-1)), root)
+    Z = Vh.mT * there.unsqueeze(-2)
+    a, b = W @ Z, WS @ Z
+    P = WS @ W.mT
+    outside = torch.eye(Z.shape[-1], dtype=Z.dtype, device=Z.device) - a.mT @ torch.linalg.pinv(P, hermitian=True) @ b
+    beside = beside[..., None, None]
+    squares, vectors = torch.linalg.eigh(rows[..., None, None] * a.mT @ a + beside * outside @ outside.mT)
+    return Metric(Z @ vectors, squares.clamp(min=0).sqrt(), beside[..., 0, 0].sqrt())
+
+
+def _unit(A: Tensor) -> Tensor:
+    size = torch.linalg.matrix_norm(A, keepdim=True)
+    return A / torch.where(size > 0, size, 1.0)
