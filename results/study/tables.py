@@ -273,6 +273,16 @@ def failures_table(_: list[Record]) -> Table:
     return ["stem", "whitening", "solver raised", "gradient not finite", "seeds"], rows
 
 
+def turning_table(_: list[Record]) -> Table:
+    found = read("turning")
+    bands = [name for name in found[0] if name not in ("way", "seed")]
+    rows = []
+    for way in dict.fromkeys(str(record["way"]) for record in found):
+        own = [record for record in found if record["way"] == way]
+        rows.append([way, *(text.mean_std(Estimate.of([record[band] for record in own])) for band in bands)])
+    return ["method", *(f"directions {band}" for band in bands)], rows
+
+
 TABLES: dict[str, Callable[[list[Record]], Table]] = {
     **{name: lambda runs, name=name: sweep_table(runs, name) for name in ("stem16", "stem64", "pooling")},
     "gauge16": lambda runs: gauge_table(runs, "stem16"),
@@ -281,6 +291,7 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
     "switch": switch_table,
     "changes": changes_table,
     "failures": failures_table,
+    "turning": turning_table,
 }
 
 

@@ -136,9 +136,9 @@ def metric_of(W: Tensor, WS: Tensor, rows: Tensor, beside: Tensor) -> Metric:
     .. math:: B = \rho W^T W + \beta (I - \Pi) (I - \Pi)^T, \quad \Pi = W^T (W S W^T)^{-1} W S
 
     For a weight with the covariance :math:`c^2 I`, the polar factor of ``M`` is :math:`M / c`, and
-    :math:`W^T W = S^{-1/2} M^T M S^{-1/2}`: so the first term is the inverse of ``S`` on the rows of ``M``. The projection
-    takes from a gradient what turns the polar factor within its rows; the second term is what the plain metric does to
-    the rest, without an effect on the rows.
+    :math:`W^T W = S^{-1/2} M^T M S^{-1/2}`: so the first term is the inverse of ``S`` on the rows of ``M``. The
+    projection takes from a gradient what turns the polar factor within its rows; the second term is what the plain
+    metric does to the rest, without an effect on the rows.
 
     Args:
         W: weights ``(groups, c, k)`` with equal eigenvalues of the covariance, without what the whitening drops.
