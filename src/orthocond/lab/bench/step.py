@@ -97,33 +97,44 @@ def _step(name: str, network: str, batch: int) -> Contestant:
 
 
 def _added(*, quick: bool) -> list[dict[str, Any]]:
-    """Return the seconds that each treatment adds to a step: of the stem alone, with it and without it."""
+    """Return the seconds that each treatment adds to a step: of the stem alone, with it and without it.
+
+    What a treatment adds does not depend on the batch, so it is a small one; but for applications of ``gauge``, which
+    take another pass through the stem.
+    """
     specs = {"none": "none", "nog": "nog", "olr": "olr", "ow": "ow", "nog+ow+olr": "nog+ow+olr"}
     contestants = {name: _stem(spec) for name, spec in specs.items()}
-    contestants["gauge, idle"] = _stem("gauge", threshold=1e9)
-    contestants["gauge, applied"] = _stem("gauge", threshold=1.0)
+    contestants["gauge, before its first application"] = _stem("gauge", threshold=1e9)
+    contestants["gauge, after it"] = _stem("gauge", spread=100.0)
+    contestants["gauge, applied"] = _stem("gauge", whole_batch=not quick, threshold=1.0)
+    contestants["none, whole batch"] = _stem("none", whole_batch=not quick)
     contestants["monitor"] = _stem("none", monitored=True)
     budget = Budget(0.0, fewest=3) if quick else Budget(20.0, fewest=50, most=1000)
     passes = alternate(contestants, budget)
     records = []
     for name in contestants:
-        if name == "none":
+        if name.startswith("none"):
             continue
-        added = [sum(own) - sum(base) for own, base in zip(passes[name], passes["none"], strict=True)]
+        base = passes["none, whole batch" if name == "gauge, applied" else "none"]
+        added = [sum(own) - sum(without) for own, without in zip(passes[name], base, strict=True)]
         low, middle, high = statistics.quantiles(added, method="inclusive")
         records.append({"subject": "added", "part": name, "seconds": middle, "low": low, "high": high})
     return records
 
 
-def _stem(spec: str, *, monitored: bool = False, threshold: float | None = None) -> Contestant:
+def _stem(
+    spec: str, *, monitored: bool = False, whole_batch: bool = False, spread: float = 1.0, **options: float
+) -> Contestant:
     conv = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    conv.weight.data *= torch.linspace(1.0, spread, 27).view(1, 3, 3, 3)  # for a condition number that gauge acts on
     model = nn.Sequential(conv, DecorrelatedBatchNorm2d(64, affine=False))
-    treatment = orthocond.treat(model, "0", spec, **({} if threshold is None else {"threshold": threshold}))
+    treatment = orthocond.treat(model, "0", spec, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4)
     treatment.attach(optimizer)
     if monitored:
         orthocond.ConditionMonitor(model)
-    x, g = torch.randn(8, 3, 10, 10), torch.randn(8, 64, 10, 10)
+    num, size = (32, 32) if whole_batch else (8, 10)
+    x, g = torch.randn(num, 3, size, size), torch.randn(num, 64, size, size)
 
     def step() -> Iterator[None]:
         optimizer.zero_grad()
