@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from orthocond import ConditionMonitor, treat
 from orthocond._metric import cross_covariance
-from orthocond.errors import ArgumentError, NonFiniteError
+from orthocond.errors import ArgumentError, NonFiniteError, OrthocondWarning
 from orthocond.linalg import covariance, spectrum
 from orthocond.nn import (
     CovariancePool2d,
@@ -266,7 +266,7 @@ def test_the_covariance_of_outputs_with_inputs_gives_that_of_the_outputs(case):
     model = nn.Sequential(make(), norm()).double()
     treatment = treat(model, "0", "gauge")
     model(x)
-    W, WS = (treatment._gauge._rows(part) for part in (model[0].weight.detach(), cross_covariance(model[0], x)))
+    W, WS = (treatment._gauge._rows(part) for part in (model[0].weight.detach(), cross_covariance(model[0], (x,), {})))
     assert torch.allclose(WS @ W.mT, model[1]._covariance, atol=1e-12)
 
 
@@ -317,20 +317,106 @@ def test_training_goes_as_it_would_go_on_white_inputs(spec, channels):
 
 
 @pytest.mark.parametrize("spec", ["gauge", "nog+gauge"])
-def test_the_scale_does_not_change_the_training(spec):
+@pytest.mark.parametrize("first", [0, 4])
+def test_the_scale_does_not_change_the_training(spec, first):
     outputs = []
     for scale in ("trace", "weight", "unit"):
         model = net().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-        treat(model, "conv1", spec, scale=scale).attach(optimizer)
-        for seed in range(8):
+        treatment = treat(model, "conv1", spec, scale=scale).attach(optimizer)
+        for seed in range(10):
             optimizer.zero_grad()
-            x = images(seed).double()
+            smooth = images(seed).double()
+            x = smooth if seed >= first else noise(*smooth.shape, seed=seed, dtype=torch.float64)
             F.cross_entropy(model(x), x.mean((2, 3)).argmax(1)).backward()
             optimizer.step()
+            assert treatment.last.gauged or seed != first
+            assert not treatment.last.gauged or seed >= first
         outputs.append(model(images(9).double()))
     assert torch.allclose(outputs[0], outputs[1], atol=1e-6)
     assert torch.allclose(outputs[0], outputs[2], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_weights(dtype):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(2, 3, 1, bias=False)
+    x = noise(20, 2, 64, 64) + 5.0  # more samples than float16 can count, and a mean
+    expected = cross_covariance(layer.to(dtype).double(), (x.to(dtype).double(),), {})
+    found = cross_covariance(layer.to(dtype), (x.to(dtype),), {})
+    assert torch.allclose(found.double(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_gradient_in_half_precision_does_not_overflow():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    treatment = treat(model, "conv1", "gauge").attach(optimizer)
+    step(model, optimizer)
+    gradient = torch.full(model.conv1.weight.shape, 6e4, dtype=torch.float16)
+    treatment._gauge.measure_(gradient)
+    assert gradient.isfinite().all()
+
+
+def test_an_input_that_was_overwritten_is_noticed():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    treatment = treat(model, "conv1", "gauge").attach(optimizer)
+    x = images()
+    model(x).square().sum().backward()
+    x.copy_(5 * images(1))
+    weight, gradient = model.conv1.weight.detach().clone(), model.conv1.weight.grad.clone()
+    with pytest.warns(OrthocondWarning, match="overwritten before the optimizer's step"):
+        optimizer.step()
+    assert not treatment.last.gauged
+    assert torch.allclose(model.conv1.weight, weight - 0.1 * gradient, atol=1e-6)
+
+
+def test_a_layer_with_more_arguments_than_its_input():
+    class Up(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = ill_conditioned_(nn.ConvTranspose2d(3, 6, 3, stride=2))
+            self.norm = DecorrelatedBatchNorm2d(6)
+
+        def forward(self, x):
+            return self.norm(self.conv(x, output_size=(12, 12)))
+
+    torch.manual_seed(0)
+    model, x = Up().double(), noise(8, 3, 5, 5, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    treatment = treat(model, "conv", "gauge", metric="weight", example_input=x).attach(optimizer)
+    model(x).pow(3).sum().backward()
+    optimizer.step()
+    assert treatment.last.gauged
+    pending = model.conv.weight.grad.clone()
+    optimizer.zero_grad()
+    model(x).pow(3).sum().backward()
+    assert torch.allclose(pending, model.conv.weight.grad, atol=1e-9)
+
+
+def test_nothing_is_held_after_the_step_nor_by_copies():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    treatment = treat(model, "conv1", "gauge").attach(optimizer)
+    other = copy.deepcopy(model)
+    other(images())
+    (copied,) = (hook.__self__ for hook in other.conv1._forward_hooks.values())
+    assert copied is not treatment._gauge
+    assert copied._seen is copied._inputs is None
+    step(model, optimizer)
+    assert treatment._gauge._seen is treatment._gauge._inputs is None
+    model.conv1(images())  # without the norm behind it
+    optimizer.step()
+    assert treatment._gauge._inputs is None
+
+
+def test_the_metric_of_the_weight_is_no_metric():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    treatment = treat(model, "conv1", "gauge", metric="weight").attach(optimizer)
+    step(model, optimizer)
+    assert treatment.last.gauged
+    assert treatment.state_dict()["gauge"] is None
 
 
 def test_under_autocast_and_by_keyword():
@@ -541,6 +627,14 @@ def test_a_state_from_before_there_was_gauge():
     treatment.load_state_dict(state)
     assert treatment.last.learning_rate == 0.1
     assert not treatment.last.gauged
+
+
+def test_a_state_from_before_there_was_a_metric():
+    state = treat(net(), "conv1", "gauge", metric="weight").state_dict()
+    del state["options"]["metric"], state["gauge"]
+    treat(net(), "conv1", "gauge", metric="weight").load_state_dict(state)
+    with pytest.raises(ArgumentError, match="'metric': 'weight'"):
+        treat(net(), "conv1", "gauge").load_state_dict(state)
 
 
 def test_detach_stops_it_and_copies_are_left_alone():

@@ -2,24 +2,26 @@
 
 With the covariance ``S`` of the layer's input, ``P = W S W^T`` is what the whitening decomposes, and its output,
 ``P^(-1/2) W (z - mean)``, depends on the weight only through the polar factor of ``W S^(1/2)``. So ``c P^(-1/2) W``
-does the same as ``W``, and has the covariance ``c^2 I``. Its gradient is another one, and so is what a step of it does,
-for which the input's covariance is needed: `orthocond._metric`. All of it is in docs/gauge.md.
+does the same as ``W``, and has the covariance ``c^2 I``. Its gradient is another one, and so is what a step of it does:
+`orthocond._metric`. All of it is in docs/gauge.md.
 """
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from orthocond._metric import Metric, cross_covariance, gradient_after, metric_of
 from orthocond._whitened import meta_layer_behind
-from orthocond.errors import ArgumentError, check_choice
+from orthocond.errors import ArgumentError, OrthocondWarning, check_choice
 from orthocond.linalg._compile import uncompiled
 from orthocond.linalg._decompose import DECOMPOSITIONS, decompose
 from orthocond.linalg._eigen import symmetric
 from orthocond.linalg._kernels import kernel_matrix, matrix_kernel
-from orthocond.linalg._precision import widen
+from orthocond.linalg._precision import narrow, widen
 from orthocond.linalg._roots import default_rtol
 from orthocond.linalg._spectrum import spectrum_of
 from orthocond.nn._norm import _DecorrelatedBatchNorm
@@ -30,12 +32,15 @@ SCALES = ("trace", "weight", "unit")
 """What the scale ``c`` keeps: the trace of the covariance, or the weight's norm; ``unit`` is ``c = 1``."""
 
 MOMENTA = ("keep", "reset", "transform")
-"""What becomes of the optimizer's momentum: it stays, starts from zero, or is changed as the gradient is."""
+"""What becomes of the optimizer's momentum: it stays, starts from zero, or is multiplied by ``T^(-1)``."""
 
 METRICS = ("input", "weight")
 """How a step is measured after a change: as if the layer's input were white, or in the new weight's own numbers."""
 
 _MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
+
+_LARGEST_MISMATCH = 0.05
+"""By how much the covariance of what the layer was seen to get may differ from that of what the whitening got."""
 
 
 class GaugeStep(NamedTuple):
@@ -82,19 +87,20 @@ class Gauge:
         }
         self._takes_vectors = isinstance(layer, nn.Linear) and example_input is None
         self._handles: list[Any] = []
-        self._input: Tensor | None = None
+        self._name = name
+        self._inputs: tuple[Any, Any] | None = None
         self._seen: _Seen | None = None
         self._speeds: Tensor | None = None
         self._metric: Metric | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of a watched model may have: no process group, and nothing that is on its way."""
-        return {**self.__dict__, "process_group": None, "_seen": None, "_input": None}
+        return {**self.__dict__, "process_group": None, "_seen": None, "_inputs": None, "_handles": []}
 
     def watch(self) -> None:
         """Note what the whitening decomposes in each training forward."""
         self._handles = [
-            self.layer.register_forward_pre_hook(self._note_input, with_kwargs=True),
+            self.layer.register_forward_hook(self._note_inputs, with_kwargs=True),
             self.norm.register_forward_hook(self._note),
         ]
 
@@ -103,7 +109,7 @@ class Gauge:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._seen = self._input = None
+        self._seen = self._inputs = None
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """Return what is to be saved: how steps are measured since the first change, None before it."""
@@ -126,7 +132,7 @@ class Gauge:
 
         Each batch is used once, and in a distributed run the first process decides for all.
         """
-        seen, self._seen = self._seen, None
+        seen, self._seen, self._inputs = self._seen, None, None
         if seen is None:
             return GaugeStep()
         before, is_too_large = self._decisive(seen)
@@ -142,44 +148,57 @@ class Gauge:
             rtol=_rank_rtol(self.norm, seen.covariance),
             solver=self.norm.solver,
         )
-        T, inverse, cond = change.T, change.inverse, change.cond
         norm = self.norm
-        WS = cross_covariance(self.layer, seen.input, sync=norm._is_synchronised(), process_group=norm.process_group)
+        WS = cross_covariance(self.layer, *seen.inputs, sync=norm._is_synchronised(), process_group=norm.process_group)
         WS = self._rows(widen(WS))
-        gradient = gradient_after(
-            self._rows(widen(self.layer.weight.grad)),
-            rows,
-            WS,
-            change.eigenvalues,
-            change.vectors,
-            change.c,
-            rtol=change.rtol,
-        )
-        speeds, metric = self._metric_after(change, rows, WS)
+        if not self._is_what_was_whitened(WS @ rows.mT, widen(seen.covariance)):
+            return GaugeStep(False, before, before)
+        T, inverse, growth, cond = change.T, change.inverse, change.growth, change.cond
+        gradient = gradient_after(self._rows(widen(self.layer.weight.grad)), rows, WS, *change[:4], rtol=change.rtol)
         if self._is_distributed():  # the very same matrices everywhere, whatever the machines' rounding
-            T, inverse, cond, gradient, speeds = map(self._from_first, (T, inverse, cond, gradient, speeds))
-            metric = Metric(*map(self._from_first, metric))
-        self._replace(T, inverse, gradient, optimizer)
-        self._speeds, self._metric = speeds, metric
+            T, inverse, growth, cond, gradient = map(self._from_first, (T, inverse, growth, cond, gradient))
+        if self.metric == "input":
+            self._speeds, self._metric = self._metric_after(change, rows, WS)
+            if self._is_distributed():
+                self._speeds, self._metric = (
+                    self._from_first(self._speeds),
+                    Metric(*map(self._from_first, self._metric)),
+                )
+        self._replace(T, inverse, growth, gradient, optimizer)
         return GaugeStep(True, before, float(cond))
 
     @torch.no_grad()
-    def measure_(self, gradient: Tensor) -> None:
-        """Multiply a gradient by the root of the metric, in place: twice for the gradient that the optimizer gets.
+    def measure_(self, gradient: Tensor, *, root: bool = False) -> None:
+        """Multiply a gradient by the metric, in place; or by its root, which has to be done twice.
 
         In between it is that of the weight in the coordinates in which the input is white.
         """
-        if self._metric is not None and self.metric == "input":
-            self._set_rows_(gradient, self._metric(self._rows(widen(gradient))))
+        if self._metric is not None:
+            metric = self._metric if root else self._metric.squared()
+            self._set_rows_(gradient, metric(self._rows(gradient)))
 
     @torch.no_grad()
     def measured(self, weight: Tensor) -> Tensor:
         """Return a weight in the coordinates in which the input is white."""
-        if self._metric is None or self.metric != "input":
+        if self._metric is None:
             return weight
         found = torch.empty_like(weight)
-        self._set_rows_(found, self._metric.inverse()(self._rows(widen(weight))))
+        self._set_rows_(found, self._metric.inverse()(self._rows(weight)))
         return found
+
+    def _is_what_was_whitened(self, found: Tensor, P: Tensor) -> bool:
+        """Say whether the layer's input is still the one that gave the covariance, and warn if it isn't."""
+        is_same = (found - P).norm() <= _LARGEST_MISMATCH * P.norm()
+        if self._is_distributed():
+            is_same = self._from_first(is_same.to(P.dtype)).bool()
+        if not is_same:
+            warnings.warn(
+                f"gauge left {self._name!r} as it is: its input was overwritten before the optimizer's step, or a hook "
+                "gave it another one; keep the batch until the step.",
+                OrthocondWarning,
+                stacklevel=2,
+            )
+        return bool(is_same)
 
     def _metric_after(self, change: "Change", W: Tensor, WS: Tensor) -> tuple[Tensor, Metric]:
         """Return how steps are measured after a change, and the speeds ``(2, groups)`` that the next one has to keep.
@@ -193,25 +212,26 @@ class Gauge:
         speeds = torch.where(before > 0, before / change.mean, first)
         is_changed = change.c > 0
         scaled = torch.where(is_changed, speeds * change.c.square(), 1.0)
-        metric = metric_of(change.support @ W, change.support @ WS, torch.where(is_changed, speeds[0], 1.0), scaled[1])
+        c = torch.where(is_changed, change.c, 1.0)
+        metric = metric_of(change.support @ W, change.support @ WS, c, scaled[0], scaled[1])
         if not bool(is_changed.all()):  # the other groups keep theirs
             metric = metric.where(is_changed, Metric.plain(W) if self._metric is None else self._metric)
         return torch.where(is_changed, scaled, before), metric
 
     @uncompiled
     @torch.no_grad()
-    def _note_input(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if layer is self.layer and self.norm.training:  # a copy of the model has a copy of the hook
-            self._input = args[0] if args else kwargs["input"]
+    def _note_inputs(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+        if self._handles and layer is self.layer and self.norm.training:  # a copy of the model has a copy of the hook
+            self._inputs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
 
     @uncompiled
     @torch.no_grad()
     def _note(self, norm: nn.Module, _: Any, output: Tensor) -> None:
-        if norm is not self.norm or not self.norm.training:  # a copy of the model has a copy of the hook
+        if not self._handles or norm is not self.norm or not self.norm.training:
             return
-        x, self._input = self._input, None
+        inputs, self._inputs = self._inputs, None
         eigenvalues, covariance = self.norm.last_eigenvalues, self.norm._covariance
-        if eigenvalues is None or covariance is None or x is None:
+        if eigenvalues is None or covariance is None or inputs is None:
             return
         if self._takes_vectors and self.norm._last_ndim != 2:
             raise ArgumentError(
@@ -219,7 +239,6 @@ class Gauge:
                 "norm got three dimensions; pass treat(..., example_input=x), so that it sees which are the channels."
             )
         num_samples = output.numel() // self.norm.num_features
-        positions = max(1, num_samples // max(1, x.shape[0]))
         if self.norm._is_synchronised():
             num_samples *= torch.distributed.get_world_size(self.norm.process_group)
         found = spectrum_of(eigenvalues, eps=0.0, rtol=_rank_rtol(self.norm, covariance))
@@ -230,7 +249,7 @@ class Gauge:
         if decision.is_cuda:
             arrived = torch.cuda.Event()
             arrived.record()
-        self._seen = _Seen(x.detach(), positions, covariance, num_samples, decision, on_host, arrived)
+        self._seen = _Seen(inputs, covariance, num_samples, decision, on_host, arrived)
 
     def _decisive(self, seen: "_Seen") -> tuple[float, bool]:
         """Return the condition number, and whether to act on it: in a distributed run those of the first process."""
@@ -256,7 +275,9 @@ class Gauge:
         torch.distributed.broadcast(tensor, first, group=self.process_group)
         return tensor
 
-    def _replace(self, T: Tensor, inverse: Tensor, gradient: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    def _replace(
+        self, T: Tensor, inverse: Tensor, growth: Tensor, gradient: Tensor, optimizer: torch.optim.Optimizer
+    ) -> None:
         norm, layer = self.norm, self.layer
         for parameter in (layer.weight, layer.bias):
             if parameter is None:
@@ -268,6 +289,9 @@ class Gauge:
                     buffer.zero_()
                 elif self.momentum == "transform":
                     self._multiply_(buffer, inverse)
+            steps = state.get("momentum_buffer")
+            if self.momentum == "keep" and self.metric == "input" and isinstance(steps, Tensor):
+                self._set_rows_(steps, growth[:, None, None] * self._rows(widen(steps)))  # they grow with the weight
         self._set_rows_(layer.weight.grad, gradient)
         if layer.bias is not None and layer.bias.grad is not None:
             self._multiply_(layer.bias.grad, inverse)
@@ -283,9 +307,9 @@ class Gauge:
         """Set something with the shape of the weight or the bias to what has these `_rows`."""
         if tensor.ndim > 1:
             matrix = rows.reshape(kernel_matrix(tensor, **self._layout).shape)
-            tensor.copy_(matrix_kernel(matrix, tensor, **self._layout))
+            tensor.copy_(narrow(matrix_kernel(matrix, tensor, **self._layout), tensor))
         else:
-            tensor.copy_(rows.flatten())
+            tensor.copy_(narrow(rows.flatten(), tensor))
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """Return a weight or a bias as matrices ``(groups, c, -1)``, a row for each channel of the whitening."""
@@ -296,10 +320,8 @@ class Gauge:
 class _Seen(NamedTuple):
     """What a training forward showed."""
 
-    input: Tensor
-    """The layer's."""
-    positions: int
-    """How many samples each of its images gives, in this process."""
+    inputs: tuple[Any, Any]
+    """The layer's, by place and by name."""
     covariance: Tensor
     num_samples: int
     decision: Tensor
@@ -318,12 +340,12 @@ class Change(NamedTuple):
     """``(groups, c, c)``, its eigenvectors."""
     kept: Tensor
     """``(groups, c)``: which of them the whitening keeps."""
+    c: Tensor
+    """``(groups,)``: the square root of the eigenvalues that are kept, after it; 0 for a group that stays as it is."""
     rtol: float
     """What is at or below ``rtol`` times the largest eigenvalue is dropped."""
     factors: Tensor
     """``(groups, c)``: by how much the directions are stretched."""
-    c: Tensor
-    """``(groups,)``: the square root of the eigenvalues that are kept, after it; 0 for a group that stays as it is."""
     cond: Tensor
     """The largest condition number on the support, after it."""
 
@@ -346,6 +368,11 @@ class Change(NamedTuple):
     def mean(self) -> Tensor:
         """``(groups,)``: of the eigenvalues that are kept."""
         return torch.where(self.kept, self.eigenvalues, 0.0).sum(-1) / self.kept.sum(-1)
+
+    @property
+    def growth(self) -> Tensor:
+        """``(groups,)``: of the size of ``W S^(1/2)``."""
+        return torch.where(self.c > 0, self.c / self.mean.sqrt(), 1.0)
 
     def _matrix(self, values: Tensor) -> Tensor:
         matrix: Tensor = (self.vectors * values.unsqueeze(-2)) @ self.vectors.mT
@@ -388,7 +415,7 @@ def change_of_gauge(
     largest = l.amax(-1, keepdim=True)
     kept = l > rtol * largest
     g = torch.where(kept, l, largest).rsqrt()
-    change = Change(l, U, kept, rtol, g, torch.ones_like(g[..., 0]), l)
+    change = Change(l, U, kept, torch.ones_like(g[..., 0]), rtol, g, l)
     if scale == "trace":
         c = change.mean.sqrt()
     elif scale == "weight":

@@ -9,14 +9,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from orthocond.linalg._precision import autocast_off
+from orthocond._whitened import channel_dim
+from orthocond.linalg._decompose import decompose
+from orthocond.linalg._eigen import symmetric
+from orthocond.linalg._precision import at_least_float32, autocast_off
 from orthocond.nn._whitening import summed
 
 __all__ = ["Metric", "cross_covariance", "gradient_after", "metric_of"]
 
 
-def cross_covariance(layer: nn.Module, x: Tensor, *, sync: bool = False, process_group: Any = None) -> Tensor:
+def cross_covariance(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, sync: bool = False, process_group: Any = None
+) -> Tensor:
     """Return the covariance ``W S`` of the outputs of a layer with its inputs, in the shape of the weight.
 
     The inputs of a convolution are its patches. With centred outputs, the sum of the outer products of outputs and
@@ -24,24 +30,26 @@ def cross_covariance(layer: nn.Module, x: Tensor, *, sync: bool = False, process
 
     Args:
         layer: linear, or a convolution of any kind.
-        x: its input.
+        args: what it was called with.
+        kwargs: the same, by name.
         sync: take it over all processes of the group.
         process_group: these.
 
     Example:
         >>> x = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
         >>> layer = nn.Linear(2, 1)
-        >>> found = cross_covariance(layer, x)
+        >>> found = cross_covariance(layer, (x,), {})
         >>> bool((found == layer.weight * torch.tensor([1.0, 0.0])).all())
         True
     """
-    weight = layer.weight.detach().requires_grad_()  # type: ignore[operator]
-    assert isinstance(weight, Tensor)
+    weight: Any = layer.weight
+    weight = weight.detach().to(at_least_float32(weight.dtype)).requires_grad_()
+    args, kwargs = tree_map_only(Tensor, lambda x: x.to(weight.dtype), (args, kwargs))
     plain = copy.copy(layer)
-    plain._parameters = {"weight": weight, "bias": None}  # type: ignore[dict-item]
-    with torch.enable_grad(), autocast_off(x.device):
-        y = plain.forward(x.detach().to(weight.dtype))  # not a call: that would run the hooks of the layer
-    channels = y.ndim - 1 if weight.ndim == 2 else y.ndim - weight.ndim + 1
+    plain._parameters = {"weight": weight, "bias": None}
+    with torch.enable_grad(), autocast_off(weight.device):
+        y = plain.forward(*args, **kwargs)  # not a call: that would run the hooks of the layer
+    channels = channel_dim(layer, y)
     others = [dim for dim in range(y.ndim) if dim != channels]
     outputs = y.detach()
     total = outputs.sum(others, keepdim=True)
@@ -52,7 +60,9 @@ def cross_covariance(layer: nn.Module, x: Tensor, *, sync: bool = False, process
     return summed([found], process_group)[0] if sync else found
 
 
-def gradient_after(G: Tensor, W: Tensor, WS: Tensor, l: Tensor, Q: Tensor, c: Tensor, *, rtol: float) -> Tensor:
+def gradient_after(
+    G: Tensor, W: Tensor, WS: Tensor, l: Tensor, Q: Tensor, kept: Tensor, c: Tensor, *, rtol: float
+) -> Tensor:
     r"""Return the gradient at ``T W`` of what has the gradient ``G`` at ``W``, if it goes through whitening.
 
     With the singular value decomposition :math:`M = Q \operatorname{diag}(s) R^T`, a gradient is
@@ -69,12 +79,12 @@ def gradient_after(G: Tensor, W: Tensor, WS: Tensor, l: Tensor, Q: Tensor, c: Te
         WS: their `cross_covariance`.
         l: the eigenvalues of the covariances ``(groups, c)``.
         Q: their eigenvectors ``(groups, c, c)``.
+        kept: which of them the whitening keeps ``(groups, c)``.
         c: ``(groups,)``: the singular values after; zero for a group that stays as it is.
-        rtol: what has an eigenvalue at or below ``rtol`` times the largest is dropped by the whitening.
+        rtol: the others are at or below ``rtol`` times the largest.
     """
     s = l.clamp(min=0).sqrt()
     largest = s.amax(-1, keepdim=True)
-    kept = s.square() > rtol * largest.square()
     seen = s.square() > l.shape[-1] * torch.finfo(l.dtype).eps * largest.square()
     inverse = torch.where(seen, s, torch.inf).reciprocal().unsqueeze(-2)
     rows = Q.mT @ G
@@ -120,43 +130,43 @@ class Metric(NamedTuple):
         return Metric(*(torch.where(mask.view(-1, *[1] * (own.ndim - 1)), own, its) for own, its in pairs))
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Return rows ``(groups, c, k)`` times the root."""
-        beside = self.beside.unsqueeze(-1)
-        more = (rows @ self.directions) * (self.stretch - beside).unsqueeze(-2)
-        return rows * beside.unsqueeze(-1) + more @ self.directions.mT
+        """Return rows ``(groups, c, k)`` times the root, in their precision, but float32 at least."""
+        rows = rows.to(at_least_float32(rows.dtype))
+        directions, stretch, beside = (part.to(rows) for part in self)
+        more = (rows @ directions) * (stretch - beside.unsqueeze(-1)).unsqueeze(-2)
+        return rows * beside[:, None, None] + more @ directions.mT
+
+    def squared(self) -> "Metric":
+        """Return the metric itself, not its root."""
+        return Metric(self.directions, self.stretch.square(), self.beside.square())
 
     def inverse(self) -> "Metric":
         """Return the one that undoes it."""
         return Metric(self.directions, self.stretch.reciprocal(), self.beside.reciprocal())
 
 
-def metric_of(W: Tensor, WS: Tensor, rows: Tensor, beside: Tensor) -> Metric:
+def metric_of(W: Tensor, WS: Tensor, c: Tensor, rows: Tensor, beside: Tensor) -> Metric:
     r"""Return the root of the metric in which steps turn the polar factor equally fast in all directions of its rows.
 
-    .. math:: B = \rho W^T W + \beta (I - \Pi) (I - \Pi)^T, \quad \Pi = W^T (W S W^T)^{-1} W S
+    .. math:: B = \frac{\kappa}{c^2} W^T W + \beta (I - \Pi) (I - \Pi)^T, \quad \Pi = \frac{1}{c^2} W^T W S
 
     For a weight with the covariance :math:`c^2 I`, the polar factor of ``M`` is :math:`M / c`, and
-    :math:`W^T W = S^{-1/2} M^T M S^{-1/2}`: so the first term is the inverse of ``S`` on the rows of ``M``. The
+    :math:`W^T W = S^{-1/2} M^T M S^{-1/2}`: so the first term is :math:`\kappa S^{-1}` on the rows of ``M``. The
     projection takes from a gradient what turns the polar factor within its rows; the second term is what the plain
     metric does to the rest, without an effect on the rows.
 
     Args:
-        W: weights ``(groups, c, k)`` with equal eigenvalues of the covariance, without what the whitening drops.
+        W: weights ``(groups, c, k)`` with the covariance :math:`c^2 I` on its support, nothing beside that.
         WS: their `cross_covariance`.
-        rows: :math:`\rho`, ``(groups,)``.
+        c: ``(groups,)``.
+        rows: :math:`\kappa`, ``(groups,)``.
         beside: :math:`\beta`, ``(groups,)``.
     """
-    _, s, Vh = torch.linalg.svd(torch.cat([_unit(W), _unit(WS)], -2), full_matrices=False)
-    there = s > max(W.shape[-2:]) * torch.finfo(s.dtype).eps * s[..., :1]
-    Z = Vh.mT * there.unsqueeze(-2)
+    W, WS = (part / c[..., None, None] for part in (W, WS))
+    both = torch.cat([part / torch.linalg.matrix_norm(part, keepdim=True).clamp(min=1e-300) for part in (W, WS)], -2)
+    Z = torch.linalg.qr(both.mT).Q
     a, b = W @ Z, WS @ Z
-    P = WS @ W.mT
-    outside = torch.eye(Z.shape[-1], dtype=Z.dtype, device=Z.device) - a.mT @ torch.linalg.pinv(P, hermitian=True) @ b
-    beside = beside[..., None, None]
-    squares, vectors = torch.linalg.eigh(rows[..., None, None] * a.mT @ a + beside * outside @ outside.mT)
-    return Metric(Z @ vectors, squares.clamp(min=0).sqrt(), beside[..., 0, 0].sqrt())
-
-
-def _unit(A: Tensor) -> Tensor:
-    size = torch.linalg.matrix_norm(A, keepdim=True)
-    return A / torch.where(size > 0, size, 1.0)
+    outside = torch.eye(Z.shape[-1], dtype=Z.dtype, device=Z.device) - a.mT @ b
+    B = rows[..., None, None] * (a.mT @ a) + beside[..., None, None] * (outside @ outside.mT)
+    squares, vectors = decompose(symmetric(B), "eigh")
+    return Metric(Z @ vectors, squares.clamp(min=0).sqrt(), beside.sqrt())

@@ -12,7 +12,7 @@ from orthocond.errors import ArgumentError
 from orthocond.nn._fold import LINEAR_LAYERS, Tracer
 from orthocond.nn._meta import MetaLayer
 
-__all__ = ["meta_layer_behind"]
+__all__ = ["channel_dim", "meta_layer_behind"]
 
 # What moves numbers and changes none; what else a trace shows of them, it shows without their shapes.
 _PASSING_METHODS = {"contiguous", "clone", "to", "type", "float", "double", "half", "bfloat16"}
@@ -46,7 +46,7 @@ def meta_layer_behind(model: nn.Module, name: str, layer: nn.Module, example_inp
     return found
 
 
-def _channel_dim(layer: nn.Module, output: Tensor) -> int:
+def channel_dim(layer: nn.Module, output: Tensor) -> int:
     """Return the dimension of the channels in the output of a linear layer or a convolution."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
@@ -132,7 +132,7 @@ def _by_example(model: nn.Module, name: str, layer: nn.Module, example_input: An
     dropped: set[Any] = set()
 
     def after(_: nn.Module, __: Any, output: Tensor) -> None:
-        made.append((output.grad_fn, _energies(output, _channel_dim(layer, output))))
+        made.append((output.grad_fn, _energies(output, channel_dim(layer, output))))
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         x = tensors((args, kwargs))[0]

@@ -397,6 +397,8 @@ class Treatment:
         """
         own_state = self.state_dict()
         defaults = {name: _OPTIONS[name] for name in own_state["options"]}  # for those that are younger than the state
+        if "gauge" in self.names and "gauge" not in state:
+            defaults["metric"] = "weight"  # there was no other
         saved, own = ((s["spec"], s["layer"], {**defaults, **s["options"]}) for s in (state, own_state))
         if saved != own:
             raise ArgumentError(
@@ -457,10 +459,10 @@ class Treatment:
         # A fused optimizer under GradScaler unscales within its step: what it is given has to be scaled.
         scale = getattr(optimizer, "grad_scale", None)
         scale = 1.0 if scale is None else scale
-        gauge = GaugeStep()
+        gauge, in_between = GaugeStep(), bool(self.names & {"nog", "olr"})
         if self._gauge is not None:
             gauge = self._gauge.step(optimizer)
-            self._gauge.measure_(parameter.grad)
+            self._gauge.measure_(parameter.grad, root=in_between)
         if "nog" in self.names:
             nearest = nearest_orthogonal_gradient(parameter, solver=self.options["solver"], **self._layout)
             assert nearest is not None
@@ -474,8 +476,8 @@ class Treatment:
                 group["lr"] = torch.full_like(lr, eta) if isinstance(lr, Tensor) else eta
                 self._scheduled = (group, lr, group["lr"])
                 rate = eta
-        if self._gauge is not None:
-            self._gauge.measure_(parameter.grad)
+        if self._gauge is not None and in_between:
+            self._gauge.measure_(parameter.grad, root=True)
         self._last = LastStep(rate, eta, switched, None, *gauge)
 
     def _optimal_rate(self, gradient: Tensor, rate: float) -> float:
