@@ -35,6 +35,8 @@ FIRST = 10
 THRESHOLD = 10.0
 """Of gauge."""
 BIN = 10
+QUARTERS = ("loss_1", "loss_2", "loss_3", "loss_4")
+"""Training loss, mean over a quarter of the steps."""
 PAPER = {"newton_schulz": "1e5", "svd": "1e12", "svd+sn": "1e5", "svd+nog": "1e6", "svd+olr": "1e4", "svd+ow": "1e3"}
 """Condition numbers of decorrelated batch norm that the paper reports, in the text to Figs. 1 to 4."""
 
@@ -68,6 +70,7 @@ def _run(folder: Path, config: Record) -> tuple[Record, dict[str, np.ndarray]]:
     records = [json.loads(entry) for entry in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["kind"] == "step"]
     columns = {name: np.array([_number(record[name]) for record in steps]) for name in (*CONDITIONS, "rank")}
+    losses = np.array([record["loss"] for record in steps])
     later = np.arange(len(steps)) >= FIRST
     times = [json.loads(entry) for entry in (folder / "times.jsonl").read_text().splitlines()]
     line: Record = {
@@ -75,6 +78,7 @@ def _run(folder: Path, config: Record) -> tuple[Record, dict[str, np.ndarray]]:
         "seed": config["seed"],
         "steps": len(steps),
         "error": next(record["val_error"] for record in reversed(records) if record["kind"] == "epoch"),
+        **{name: _digits(float(np.mean(part))) for name, part in zip(QUARTERS, np.split(losses, 4), strict=True)},
         **{name: _digits(_median(columns[name][later])) for name in CONDITIONS},
         "largest_cond_support": _digits(np.max(columns["cond_support"][later])),
         "below_threshold": _digits(float(np.mean(columns["cond_support"][later] < THRESHOLD))),
@@ -141,9 +145,8 @@ class Group:
     def values(self, name: str) -> list[float]:
         return [float(run[name]) for run in self.runs if run[name] != ""]
 
-    @property
-    def errors(self) -> dict[str, float]:
-        return {str(run["seed"]): float(run["error"]) for run in self.runs}
+    def by_seed(self, name: str) -> dict[str, float]:
+        return {str(run["seed"]): float(run[name]) for run in self.runs}
 
     @property
     def error(self) -> str:
@@ -169,8 +172,10 @@ Table = tuple[list[str], list[list[str]]]
 
 def compared(found: list[Group]) -> Iterable[tuple[Group, str, str]]:
     """Yield each method with its difference to svd, and what the noise of the seeds makes of it."""
-    control = next(group for group in found if group.method == "svd").errors
-    differences = [None if group.method == "svd" else paired_difference(group.errors, control) for group in found]
+    control = next(group for group in found if group.method == "svd").by_seed("error")
+    differences = [
+        None if group.method == "svd" else paired_difference(group.by_seed("error"), control) for group in found
+    ]
     corrected = holm([math.nan if difference is None else difference.p for difference in differences])
     for group, difference, p in zip(found, differences, corrected, strict=True):
         yield group, text.difference(difference), verdict_of(difference, p)
@@ -216,6 +221,20 @@ def gauge_table(runs: list[Record], experiment: str) -> Table:
     return [*header, "steps below 10", "applied", "rank"], rows
 
 
+def losses_table(runs: list[Record], experiment: str) -> Table:
+    """Return how the training loss of each method differs from that of svd, on the same batches."""
+    found = groups(runs, experiment)
+    control = next(group for group in found if group.method == "svd")
+    rows = []
+    for group in found:
+        if group.method in ("svd", "bn"):
+            continue
+        differences = [paired_difference(group.by_seed(name), control.by_seed(name)) for name in QUARTERS]
+        rows.append([group.method, *(f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]" for d in differences)])
+    rows.insert(0, ["svd itself", *(control.mean(name, "{:.3f}") for name in QUARTERS)])
+    return ["method", "steps 1 to 250", "251 to 500", "501 to 750", "751 to 1000"], rows
+
+
 def claims_table(runs: list[Record]) -> Table:
     rows = []
     for method, claim in PAPER.items():
@@ -245,7 +264,7 @@ def changes_table(runs: list[Record]) -> Table:
         base = experiment.partition("-")[0]
         for group in groups(runs, experiment):
             before = Group(runs, base, group.method)
-            difference = paired_difference(group.errors, before.errors)
+            difference = paired_difference(group.by_seed("error"), before.by_seed("error"))
             rows.append(
                 [
                     experiment,
@@ -287,6 +306,8 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
     **{name: lambda runs, name=name: sweep_table(runs, name) for name in ("stem16", "stem64", "pooling")},
     "gauge16": lambda runs: gauge_table(runs, "stem16"),
     "gauge64": lambda runs: gauge_table(runs, "stem64"),
+    "losses16": lambda runs: losses_table(runs, "stem16"),
+    "losses64": lambda runs: losses_table(runs, "stem64"),
     "claims": claims_table,
     "switch": switch_table,
     "changes": changes_table,
