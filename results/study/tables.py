@@ -235,6 +235,34 @@ def losses_table(runs: list[Record], experiment: str) -> Table:
     return ["method", "steps 1 to 250", "251 to 500", "501 to 750", "751 to 1000"], rows
 
 
+def rank_table(runs: list[Record]) -> Table:
+    """Return what re-gauging does against svd that keeps as many directions, by a lower cut."""
+    lower = Group(runs, "stem64-lower-rtol", "svd")
+    named = {
+        "svd, rtol 1e-4": Group(runs, "stem64", "svd"),
+        "svd, rtol 2e-5": lower,
+        "svd+gauge, rtol 1e-4": Group(runs, "stem64", "svd+gauge"),
+    }
+    rows = []
+    for name, group in named.items():
+        differences = [None] * 2
+        if group is not lower:
+            differences = [
+                paired_difference(group.by_seed(value), lower.by_seed(value)) for value in ("error", "loss_4")
+            ]
+        error, loss = differences
+        rows.append(
+            [
+                name,
+                group.mean("rank_last", "{:.3g}"),
+                group.error,
+                text.difference(error),
+                text.difference(None) if loss is None else f"{loss.mean:+.3f} [{loss.low:+.3f}, {loss.high:+.3f}]",
+            ]
+        )
+    return ["", "rank", "error %", "difference to rtol 2e-5", "of the training loss at the end"], rows
+
+
 def claims_table(runs: list[Record]) -> Table:
     rows = []
     for method, claim in PAPER.items():
@@ -275,10 +303,11 @@ def changes_table(runs: list[Record]) -> Table:
                     verdict_of(difference, difference.p),
                     f"{before.condition('cond')} to {group.condition('cond')}",
                     f"{before.condition('cond_support')} to {group.condition('cond_support')}",
+                    f"{before.mean('rank_last', '{:.3g}')} to {group.mean('rank_last', '{:.3g}')}",
                 ]
             )
     header = ["experiment", "method", "before", "after", "difference", "seeds' noise", "cond", "on the support"]
-    return header, rows
+    return [*header, "rank"], rows
 
 
 def failures_table(_: list[Record]) -> Table:
@@ -308,6 +337,7 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
     "gauge64": lambda runs: gauge_table(runs, "stem64"),
     "losses16": lambda runs: losses_table(runs, "stem16"),
     "losses64": lambda runs: losses_table(runs, "stem64"),
+    "rank": rank_table,
     "claims": claims_table,
     "switch": switch_table,
     "changes": changes_table,
