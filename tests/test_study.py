@@ -11,7 +11,7 @@ from orthocond.lab.bench.run import read_results
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("name", ["gauge.md"])
+@pytest.mark.parametrize("name", ["gauge.md", "results.md"])
 def test_the_tables_of_a_page_are_those_of_the_committed_runs(name):
     page = (ROOT / "docs" / name).read_text()
     assert "<!-- table " in page
@@ -28,10 +28,13 @@ def test_every_method_of_the_committed_runs_has_all_its_seeds():
     runs = tables.read("runs")
     for experiment in {run["experiment"] for run in runs}:
         for group in tables.groups(runs, experiment):
-            assert len(group.runs) == len({run["seed"] for run in group.runs}) >= (3 if experiment == "pooling" else 5)
-            assert {run["steps"] for run in group.runs} == {1000}
+            seeds = {run["seed"] for run in group.runs}
+            assert len(group.runs) == len(seeds) == (3 if experiment in ("pooling", "larger") else 5)
+            assert {run["steps"] for run in group.runs} == {{"longer": 5000, "larger": 500}.get(experiment, 1000)}
 
 
-def test_pictures_are_drawn_from_the_committed_curves(tmp_path):
-    tables.draw_conditions(tables.read("curves"), tmp_path / "gauge.png")
-    assert (tmp_path / "gauge.png").stat().st_size > 10_000
+def test_pictures_are_drawn_from_the_committed_files(tmp_path):
+    for draw, name in ((tables.draw_gauged, "curves"), (tables.draw_treated, "curves"), (tables.draw_errors, "runs")):
+        file = tmp_path / f"{draw.__name__}.png"
+        draw(tables.read(name), file)
+        assert file.stat().st_size > 10_000

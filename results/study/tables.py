@@ -112,11 +112,11 @@ def _curve(method: str, runs: list[dict[str, np.ndarray]]) -> Iterable[Record]:
 def publish() -> None:
     """Write the tables and pictures of the pages."""
     runs = read("runs")
-    for page in (DOCS / name for name in PAGES if (DOCS / name).exists()):
+    for page in (DOCS / name for name in PAGES):
         page.write_text(with_tables(page.read_text(), runs))
-    draw_conditions(read("curves"), DOCS / "gauge.png")
-    if (DOCS / "results.md").exists():
-        draw_errors(runs, DOCS / "results.png")
+    draw_gauged(read("curves"), DOCS / "gauge.png")
+    draw_treated(read("curves"), DOCS / "conditions.png")
+    draw_errors(runs, DOCS / "results.png")
 
 
 def read(name: str) -> list[Record]:
@@ -235,32 +235,30 @@ def losses_table(runs: list[Record], experiment: str) -> Table:
     return ["method", "steps 1 to 250", "251 to 500", "501 to 750", "751 to 1000"], rows
 
 
-def rank_table(runs: list[Record]) -> Table:
-    """Return what re-gauging does against svd that keeps as many directions, by a lower cut."""
-    lower = Group(runs, "stem64-lower-rtol", "svd")
-    named = {
-        "svd, rtol 1e-4": Group(runs, "stem64", "svd"),
-        "svd, rtol 2e-5": lower,
-        "svd+gauge, rtol 1e-4": Group(runs, "stem64", "svd+gauge"),
-    }
+CUTS = {
+    "svd, rtol 1e-4": ("stem64", "svd"),
+    "svd, rtol 2e-5": ("stem64-lower-rtol", "svd"),
+    "svd+gauge, rtol 1e-4": ("stem64", "svd+gauge"),
+    "svd+ow, rtol 1e-4": ("stem64", "svd+ow"),
+    "svd+ow, rtol 3e-4": ("stem64-higher-rtol", "svd+ow"),
+}
+"""Methods on the stem of 64 channels that keep more or fewer directions, by the cut."""
+
+
+def rank_table(runs: list[Record], names: Iterable[str], control: str) -> Table:
+    """Return how methods differ from one that keeps as many directions, or other ones."""
+    base = Group(runs, *CUTS[control])
     rows = []
-    for name, group in named.items():
-        differences = [None] * 2
-        if group is not lower:
-            differences = [
-                paired_difference(group.by_seed(value), lower.by_seed(value)) for value in ("error", "loss_4")
-            ]
-        error, loss = differences
-        rows.append(
-            [
-                name,
-                group.mean("rank_last", "{:.3g}"),
-                group.error,
-                text.difference(error),
-                text.difference(None) if loss is None else f"{loss.mean:+.3f} [{loss.low:+.3f}, {loss.high:+.3f}]",
-            ]
-        )
-    return ["", "rank", "error %", "difference to rtol 2e-5", "of the training loss at the end"], rows
+    for name in names:
+        group = Group(runs, *CUTS[name])
+        differences = [text.difference(None)] * 2
+        if name != control:
+            error, loss = (
+                paired_difference(group.by_seed(value), base.by_seed(value)) for value in ("error", "loss_4")
+            )
+            differences = [text.difference(error), f"{loss.mean:+.3f} [{loss.low:+.3f}, {loss.high:+.3f}]"]
+        rows.append([name, group.mean("rank_last", "{:.3g}"), group.error, *differences])
+    return ["", "rank", "error %", f"difference to {control}", "of the training loss at the end"], rows
 
 
 def claims_table(runs: list[Record]) -> Table:
@@ -303,11 +301,23 @@ def changes_table(runs: list[Record]) -> Table:
                     verdict_of(difference, difference.p),
                     f"{before.condition('cond')} to {group.condition('cond')}",
                     f"{before.condition('cond_support')} to {group.condition('cond_support')}",
+                    f"{before.condition('cond_eps')} to {group.condition('cond_eps')}",
                     f"{before.mean('rank_last', '{:.3g}')} to {group.mean('rank_last', '{:.3g}')}",
                 ]
             )
     header = ["experiment", "method", "before", "after", "difference", "seeds' noise", "cond", "on the support"]
-    return [*header, "rank"], rows
+    return [*header, "with eps", "rank"], rows
+
+
+def reasons_table(runs: list[Record]) -> Table:
+    """Return how the paper's best treatment differs from svd, where a reason why it may not is taken away."""
+    rows = []
+    for experiment, title in REASONS.items():
+        best, control = (Group(runs, experiment, method) for method in ("svd+nog+ow+olr", "svd"))
+        difference = paired_difference(best.by_seed("error"), control.by_seed("error"))
+        told = [text.difference(difference), verdict_of(difference, difference.p)]
+        rows.append([title, control.error, best.error, *told, str(len(best.runs))])
+    return ["", "svd", "svd+nog+ow+olr", "difference", "seeds' noise", "seeds"], rows
 
 
 def failures_table(_: list[Record]) -> Table:
@@ -337,36 +347,75 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
     "gauge64": lambda runs: gauge_table(runs, "stem64"),
     "losses16": lambda runs: losses_table(runs, "stem16"),
     "losses64": lambda runs: losses_table(runs, "stem64"),
-    "rank": rank_table,
+    "rank": lambda runs: rank_table(runs, list(CUTS)[:3], "svd, rtol 2e-5"),
+    "cuts": lambda runs: rank_table(runs, [name for name in CUTS if "gauge" not in name], "svd, rtol 1e-4"),
     "claims": claims_table,
     "switch": switch_table,
     "changes": changes_table,
+    "reasons": reasons_table,
     "failures": failures_table,
     "turning": turning_table,
 }
 
 
 STEMS = {"stem16": "16 channels, full rank", "stem64": "64 channels, rank 27 at most"}
+REASONS = {
+    "stem16": "16 channels, 1,000 steps",
+    "longer": "16 channels, 5,000 steps",
+    "larger": "16 channels, 500 steps of ResNet-18",
+    "stem64": "64 channels, 1,000 steps",
+    "stem64-paper-eps": "64 channels, 1,000 steps, `eps=0.01`, nothing dropped",
+}
 
 
-def draw_conditions(curves: list[Record], file: Path) -> None:
-    """Draw condition numbers over the steps."""
-    plt = _pyplot()
-    colours = {"svd": "#0072b2", "svd+nog": "#e69f00", "svd+gauge": "#009e73"}
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    for axis, (experiment, title) in zip(axes, STEMS.items(), strict=True):
-        for method, colour in colours.items():
-            own = [point for point in curves if (point["experiment"], point["method"]) == (experiment, method)]
-            steps = [point["step"] for point in own]
-            axis.plot(steps, [point["cond_support"] for point in own], color=colour, label=method)
+GAUGED = {"svd": "#0072b2", "svd+nog": "#e69f00", "svd+gauge": "#009e73"}
+TREATED = {
+    "svd": "#0072b2", "svd+sn": "#56b4e9", "svd+olr": "#cc79a7", "newton_schulz": "#999999",
+    "svd+nog": "#e69f00", "svd+ow": "#d55e00", "svd+ol": "#000000", "svd+gauge": "#009e73",
+}
+"""Methods of a picture, and their colours."""
+
+
+def draw_gauged(curves: list[Record], file: Path) -> None:
+    """Draw the condition number on the support, with the range of the seeds."""
+    figure, axes = _stems()
+    for axis, experiment in zip(axes, STEMS, strict=True):
+        for method, colour in GAUGED.items():
+            steps, own = _line(axis, curves, experiment, method, "cond_support", colour)
             low, high = ([point[f"cond_support_{end}"] for point in own] for end in ("low", "high"))
             axis.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
         axis.axhline(THRESHOLD, color="black", linewidth=0.8, linestyle=":")
-        axis.set(yscale="log", title=title, xlabel="step")
     axes[0].set_ylabel("condition number on the support")
     axes[0].text(990, THRESHOLD * 1.1, "threshold", ha="right", fontsize=9)
     axes[1].legend(loc="center right")
     figure.savefig(file, dpi=110, metadata={"Software": None})
+
+
+def draw_treated(curves: list[Record], file: Path) -> None:
+    """Draw the raw condition number of each treatment."""
+    figure, axes = _stems()
+    for axis, experiment in zip(axes, STEMS, strict=True):
+        for method, colour in TREATED.items():
+            _line(axis, curves, experiment, method, "cond", colour)
+    axes[0].set_ylabel("condition number, median of the seeds")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
+    figure.savefig(file, dpi=110, metadata={"Software": None})
+
+
+def _stems() -> tuple[Any, Any]:
+    figure, axes = _pyplot().subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    for axis, title in zip(axes, STEMS.values(), strict=True):
+        axis.set(yscale="log", title=title, xlabel="step")
+    return figure, axes
+
+
+def _line(
+    axis: Any, curves: list[Record], experiment: str, method: str, name: str, colour: str
+) -> tuple[list[float], list[Record]]:
+    own = [point for point in curves if (point["experiment"], point["method"]) == (experiment, method)]
+    steps = [point["step"] for point in own]
+    axis.plot(steps, [point[name] for point in own], color=colour, label=method)
+    return steps, own
 
 
 def draw_errors(runs: list[Record], file: Path) -> None:
