@@ -5,12 +5,10 @@ import pty
 import re
 import subprocess
 import sys
-from typing import NamedTuple
 
 import pytest
 import torch
 
-from orthocond.lab import main
 from orthocond.lab.methods import ALL
 from orthocond.lab.presets import PRESETS
 from orthocond.lab.runs import read_config
@@ -18,48 +16,29 @@ from orthocond.lab.runs import read_config
 SHORT = ["--steps", "3", "--val-images", "20", "--accelerator", "cpu"]
 
 
-class Done(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """The command line, in this process."""
-
-    def called(*arguments):
-        monkeypatch.setattr(sys, "argv", ["orthocond", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Done(ended.value.code or 0, *capsys.readouterr())
-
-    return called
-
-
-def test_presets_and_methods_are_listed_from_the_registries(run):
+def test_presets_and_methods_are_listed_from_the_registries(command_line):
     for what, names in (("presets", PRESETS), ("methods", ALL)):
-        done = run(what)
+        done = command_line(what)
         assert done.returncode == 0
         assert all(name in done.stdout for name in names)
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "demo", "bench"])
-def test_help_shows_an_example(command, run):
-    done = run(command, "--help")
+@pytest.mark.parametrize("command", ["train", "compare", "report", "demo", "bench"])
+def test_help_shows_an_example(command, command_line):
+    done = command_line(command, "--help")
     assert f"Example: orthocond {command}" in done.stdout
 
 
-def test_an_unknown_subject_of_the_benchmark_is_one_sentence(run):
-    done = run("bench", "solver")
+def test_an_unknown_subject_of_the_benchmark_is_one_sentence(command_line):
+    done = command_line("bench", "solver")
     assert done.returncode == 2
     assert "choose one of solvers, polar, layers, step. Did you mean 'solvers'?" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_flags_come_before_the_file_and_the_file_before_the_preset(tmp_path, run):
+def test_flags_come_before_the_file_and_the_file_before_the_preset(tmp_path, command_line):
     (tmp_path / "own.toml").write_text("learning_rate = 0.03\nseed = 5\n")
-    done = run(
+    done = command_line(
         "train", "dbn-digits", *SHORT, "--config", tmp_path / "own.toml", "--seed", "6", "--out", tmp_path / "run"
     )
     assert done.returncode == 0, done.stderr
@@ -67,14 +46,14 @@ def test_flags_come_before_the_file_and_the_file_before_the_preset(tmp_path, run
     assert (config.learning_rate, config.seed, config.momentum, config.steps) == (0.03, 6, 0.9, 3)
     assert "validation error" in done.stdout
     assert "epoch 1 step 3/3 training error" in done.stderr
-    again = run("train", "dbn-digits", "--resume", "--out", tmp_path / "run")  # as it was begun
+    again = command_line("train", "dbn-digits", "--resume", "--out", tmp_path / "run")  # as it was begun
     assert again.returncode == 0
     assert "is finished; there is nothing to do" in again.stderr
 
 
-def test_the_default_folder_is_named_by_what_is_run(tmp_path, monkeypatch, run):
+def test_the_default_folder_is_named_by_what_is_run(tmp_path, monkeypatch, command_line):
     monkeypatch.chdir(tmp_path)
-    done = run("train", "dbn-digits", *SHORT, "--method", "svd+ow+nog", "--seed", "2")
+    done = command_line("train", "dbn-digits", *SHORT, "--method", "svd+ow+nog", "--seed", "2")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "dbn-digits" / "svd+nog+ow" / "seed-2" / "config.json").exists()
 
@@ -93,19 +72,19 @@ def test_the_default_folder_is_named_by_what_is_run(tmp_path, monkeypatch, run):
         (["dbn-digits", "--accelerator", "cuda"], "can't use accelerator cuda"),
     ],
 )
-def test_a_user_s_mistake_is_one_sentence(tmp_path, monkeypatch, arguments, message, run):
+def test_a_user_s_mistake_is_one_sentence(tmp_path, monkeypatch, arguments, message, command_line):
     (tmp_path / "bad.toml").write_text("learning_rat = 1\n")
     if "cuda" in arguments and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     monkeypatch.chdir(tmp_path)
-    done = run("train", *arguments)
+    done = command_line("train", *arguments)
     assert done.returncode == 2
     assert re.search(message, done.stderr), done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_folder_without_room_keeps_what_is_there(tmp_path, run):
+def test_a_folder_without_room_keeps_what_is_there(tmp_path, command_line):
     """The kernel refuses to write more than so much of a file, as it does when the disk is full."""
     settings = ["--method", "bn", "--val-images", "20", "--accelerator", "cpu", "--checkpoint-every", "5"]
     arguments = ["train", "dbn-digits", *settings, "--steps", "700", "--epochs", "40", "--out", str(tmp_path / "run")]
@@ -119,7 +98,7 @@ def test_a_folder_without_room_keeps_what_is_there(tmp_path, run):
     said = first.stderr.strip().splitlines()[-1]
     assert "make room, and continue by --resume" in said
     assert "Traceback" not in first.stderr
-    again = run(*arguments, "--resume")
+    again = command_line(*arguments, "--resume")
     assert again.returncode == 0, again.stderr
     assert "from step" in again.stderr
 
@@ -155,9 +134,9 @@ def test_a_terminal_gets_a_progress_bar(tmp_path):
     assert b"cond" in shown
 
 
-def test_the_demonstration_in_short(tmp_path, run):
-    done = run("demo", "--seeds", "1", "--out", tmp_path, "--methods", "svd,bn")
+def test_the_demonstration_in_short(tmp_path, command_line):
+    done = command_line("demo", "--seeds", "1", "--out", tmp_path, "--methods", "svd,bn")
     assert done.returncode == 0, done.stderr
     assert "on 1,438 handwritten digits" in done.stdout
-    again = run("demo", "--seeds", "1", "--out", tmp_path, "--methods", "svd,bn")
+    again = command_line("demo", "--seeds", "1", "--out", tmp_path, "--methods", "svd,bn")
     assert "all done before" in again.stdout

@@ -15,7 +15,6 @@ import pytest
 from rich.console import Console
 
 from orthocond.lab import compare as module
-from orthocond.lab import main
 from orthocond.lab.compare import LocalEngine, RayEngine, compare, plan, summary
 from orthocond.lab.config import changed
 from orthocond.lab.presets import preset
@@ -159,12 +158,10 @@ def test_runs_of_another_configuration_are_not_taken_for_these(tmp_path, capsys,
         compare(plan(changed(SHORT, {"learning_rate": 0.5}), ["bn"], 1, tmp_path), LocalEngine(1), quiet())
 
 
-def test_a_shard_without_runs_has_nothing_to_do(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["orthocond", *command("--methods", "bn", "--seeds", "1", "--shard", "8/8")[3:]])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    assert "nothing to do" in capsys.readouterr().out
+def test_a_shard_without_runs_has_nothing_to_do(command_line):
+    done = command_line(*command("--methods", "bn", "--seeds", "1", "--shard", "8/8")[3:])
+    assert done.returncode == 0
+    assert "nothing to do" in done.stdout
 
 
 def test_the_table_while_runs_are_going_on(tmp_path):
@@ -186,12 +183,9 @@ def test_the_table_while_runs_are_going_on(tmp_path):
         (["--dataset", "uoft-cs/cifar10", "--data", "/nowhere"], "there is no folder /nowhere"),
     ],
 )
-def test_bad_input(tmp_path, monkeypatch, capsys, arguments, message):
-    monkeypatch.setattr(sys, "argv", ["orthocond", *command("--out", tmp_path, *arguments)[3:]])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert message in said
-    assert len(said.strip().splitlines()) == 1
+def test_bad_input(tmp_path, command_line, arguments, message):
+    done = command_line(*command("--out", tmp_path, *arguments)[3:])
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
     assert not list(tmp_path.rglob("config.json"))

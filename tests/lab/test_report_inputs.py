@@ -11,24 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from orthocond.errors import ArgumentError
 from orthocond.lab.report import FORMATS, read_report, watch_report, write_report
 from orthocond.lab.report.charts import charts_of
-from orthocond.lab.report.command import report
 from orthocond.lab.report.thin import spread, thin
 
 from synthetic_runs import ALL_METHODS, make_run, make_sweep
 
 HOSTILE = """</script ><!--</script><script>document.title='owned'</script>"'`|é雪\N{PILE OF POO}*_[x](y)$\\n%{x}"""
-
-
-def run_command(*arguments: object):
-    app = typer.Typer()
-    app.command()(report)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def edit_last_epoch(folder: Path, **values: object) -> None:
@@ -38,21 +29,21 @@ def edit_last_epoch(folder: Path, **values: object) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_command_writes_every_format(tmp_path, kind):
+def test_command_writes_every_format(tmp_path, kind, command_line):
     sweep = make_sweep(tmp_path / "runs", ("bn", "svd", "svd+nog+ow+olr"), 2)
     output = tmp_path / f"out.{kind}"
-    result = run_command(sweep, "-o", output, "--format", kind)
-    assert result.exit_code == 0, result.output
-    assert f"Wrote {output}" in result.output
+    result = command_line("report", sweep, "-o", output, "--format", kind)
+    assert result.returncode == 0, result.stderr
+    assert f"Wrote {output}" in result.stdout
     text = output.read_text()
     assert "svd" in text
     assert "dbn-digits" in text
 
 
-def test_command_without_output_writes_beside(tmp_path, monkeypatch):
+def test_command_without_output_writes_beside(tmp_path, monkeypatch, command_line):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "run")
-    assert run_command("run", "--format", "latex").exit_code == 0
+    assert command_line("report", "run", "--format", "latex").returncode == 0
     assert (tmp_path / "report.tex").exists()
 
 
@@ -68,17 +59,18 @@ def test_command_without_output_writes_beside(tmp_path, monkeypatch):
         (["broken"], ["no run in", "config.json can't be read"]),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, arguments, words):
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, monkeypatch, arguments, words, command_line):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/config.json").write_text('{"preset": ')
-    result = run_command(*arguments)
-    assert result.exit_code == 2
-    assert "Traceback" not in result.output
+    result = command_line("report", *arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith("orthocond: report ")
+    assert len(result.stderr.strip().splitlines()) == 1
     for word in words:
-        assert word in result.output
+        assert word in result.stderr
     assert not list(tmp_path.glob("**/.*.part"))
 
 
@@ -269,10 +261,10 @@ def test_hostile_names_are_text(tmp_path, kind):
         assert r"\textless{}/script\textgreater{}" in text
 
 
-def test_figures_are_png_and_svg(tmp_path):
+def test_figures_are_png_and_svg(tmp_path, command_line):
     sweep = make_sweep(tmp_path / "runs", ("bn", "svd", "svd+olr+$x_1$"), 2, epochs=2)
-    result = run_command(sweep, "-o", tmp_path / "report.html", "--figures", tmp_path / "figures")
-    assert result.exit_code == 0, result.output
+    result = command_line("report", sweep, "-o", tmp_path / "report.html", "--figures", tmp_path / "figures")
+    assert result.returncode == 0, result.stderr
     names = {path.name for path in (tmp_path / "figures").iterdir()}
     for view in ("cond", "cond_support", "cond_eps", "rank", "pre_svd_lr", "switched", "val_error", "loss"):
         assert f"1-dbn-digits-{view}.png" in names
@@ -303,14 +295,14 @@ def test_watching_writes_again_when_a_run_changed(tmp_path, monkeypatch):
     assert 'http-equiv="refresh"' not in path.read_text()
 
 
-def test_command_watches_until_it_is_interrupted(tmp_path, monkeypatch):
+def test_command_watches_until_it_is_interrupted(tmp_path, monkeypatch, command_line):
     def sleep(_: float) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(time, "sleep", sleep)
-    result = run_command(make_run(tmp_path / "run"), "--watch", "-o", tmp_path / "report.html")
-    assert result.exit_code == 0
-    assert result.output.count("Wrote") == 2
+    result = command_line("report", make_run(tmp_path / "run"), "--watch", "-o", tmp_path / "report.html")
+    assert result.returncode == 0
+    assert result.stdout.count("Wrote") == 2
 
 
 def test_thinning_keeps_every_bins_extremes():

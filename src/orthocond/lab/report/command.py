@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from orthocond.errors import OrthocondError
+from orthocond.errors import ArgumentError
 from orthocond.lab.report.write import FORMATS, watch_report, write_report
 
 __all__ = ["report"]
@@ -26,17 +26,12 @@ def report(
     every: Annotated[float, typer.Option("--every", help="Seconds between two looks with --watch.", min=0.1)] = 30.0,
 ) -> None:
     """Write what runs have shown: tables, curves and how far the seeds' noise lets one trust them."""
-    try:
-        if watch and (format != "html" or figures is not None):
-            typer.echo("report --watch writes the page alone; leave out --format and --figures.", err=True)
-            raise typer.Exit(2)
-        if watch:
-            path = watch_report(runs, output, every=every, on_written=lambda path: typer.echo(f"Wrote {path}"))
-        else:
-            path = write_report(runs, output, format=format, figures=figures)
-    except OrthocondError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    if watch and (format != "html" or figures is not None):
+        raise ArgumentError("report --watch writes the page alone; leave out --format and --figures.")
+    if watch:
+        path = watch_report(runs, output, every=every, on_written=lambda path: typer.echo(f"Wrote {path}"))
+    else:
+        path = write_report(runs, output, format=format, figures=figures)
     typer.echo(f"Wrote {path}")
     if figures is not None:
         typer.echo(f"Wrote figures to {figures}")
