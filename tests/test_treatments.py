@@ -503,6 +503,12 @@ def test_a_combination_that_the_paper_advises_against_warns_once(spec):
     assert len(caught) == 1
 
 
+def test_the_exact_rate_of_an_orthogonal_kernel_warns():
+    with pytest.warns(OrthocondWarning, match="rounding noise around zero") as caught:
+        treat(net(), "conv1", "nog+ow+olr", rule="exact")
+    assert len(caught) == 1
+
+
 def test_the_registry_and_its_grammar():
     assert list(TREATMENTS) == ["sn", "ol", "ow", "nog", "olr", "gauge"]
     assert {entry.acts_on for entry in TREATMENTS.values()} == {"weight", "gradient", "learning rate", "loss"}

@@ -192,11 +192,12 @@ def treat(
             constrained weight (``ow``, ``sn``), or anything but whitening without ``eps`` directly behind the layer.
 
     Warns:
-        OrthocondWarning: ``olr`` with exactly one of ``ow`` and ``nog``, where the paper shows that eta* goes to zero.
+        OrthocondWarning: ``olr`` with exactly one of ``ow`` and ``nog``, where the paper argues that eta* goes to zero;
+            with ``rule="exact"`` and an orthogonal kernel, where it is zero up to rounding.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
-        >>> treat(model, "0", "olr + ow + nog", rule="exact")
+        >>> treat(model, "0", "olr + ow + nog")
         Treatment(layer='0', spec='ow+nog+olr')
     """
     names = parse_treatment(spec)
@@ -225,6 +226,13 @@ def treat(
         warnings.warn(
             "olr with only one of ow and nog: the paper shows that the optimal learning rate goes to zero there "
             "(section 5.2); use both or neither.",
+            OrthocondWarning,
+            stacklevel=2,
+        )
+    if {"olr", "ow"} <= names and (settings["rule"], settings["kind"]) == ("exact", "kernel"):
+        warnings.warn(
+            'olr with rule="exact" finds no step that improves on the orthogonal weight of ow, so its rate is rounding '
+            'noise around zero; use rule="paper".',
             OrthocondWarning,
             stacklevel=2,
         )
