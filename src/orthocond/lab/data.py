@@ -303,7 +303,7 @@ def _from_folder(folder: Path) -> Any:
         reason = " ".join(str(error.__cause__ or error).split())[:200]
         raise ArgumentError(f"can't read the data in {folder} ({reason}); get it anew.") from None
     raise ArgumentError(
-        f"{folder} holds neither parquet files nor image folders; it should have train*.parquet and test*.parquet, or "
+        f"{folder} holds neither parquet files nor image folders; it should have train.parquet and test.parquet, or "
         "train/CLASS/*.jpg and val/CLASS/*.jpg."
     )
 
