@@ -1,8 +1,8 @@
-"""How often does whitening as it is usually written fail, in float32, and how often does ours?
+"""How often do whitening and covariance pooling as they are usually written fail, in float32, and how often do ours?
 
     python results/study/failures.py CIFAR_DIR [--seeds 3] [--steps 300]
 
-The network and the settings of the study, on both stems. The usual way is autograd through `torch.linalg.eigh` in
+The networks and the settings of the study. The usual way is autograd through `torch.linalg.eigh` in
 float32, with three values of eps. A step fails if the solver raises, or if a gradient is NaN or infinite; then it is
 left out, so that the rest can be counted too. Writes failures.csv beside this file.
 """
@@ -15,28 +15,40 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from orthocond.lab.bench.layers import UsualWhitening
+from orthocond.lab.bench.layers import UsualPool, UsualWhitening
 from orthocond.lab.config import changed, from_toml
 from orthocond.lab.data import Part, load_data
 from orthocond.lab.models import build
 from orthocond.lab.presets import preset
 from orthocond.lab.train import learning_rate_factor
-from orthocond.nn import DecorrelatedBatchNorm2d
+from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm2d
 
 HERE = Path(__file__).parent
+PLACES = {"16 channels": 16, "64 channels": 64, "pooling": 16}
+"""Where a root is taken, and how wide the stem is."""
 WAYS = {
-    "autograd through eigh, eps 0": lambda width: UsualWhitening(width, eps=0.0),
-    "autograd through eigh, eps 1e-5": lambda width: UsualWhitening(width, eps=1e-5),
-    "autograd through eigh, eps 1e-2": lambda width: UsualWhitening(width, eps=1e-2),
-    "DecorrelatedBatchNorm2d": DecorrelatedBatchNorm2d,
+    "autograd through eigh, eps 0": 0.0,
+    "autograd through eigh, eps 1e-5": 1e-5,
+    "autograd through eigh, eps 1e-2": 1e-2,
+    "ours": None,
 }
+"""Who takes it, and with which eps."""
 
 
-def count_failures(way: str, width: int, seed: int, config, data) -> dict[str, object]:
+def network(place: str, way: str) -> torch.nn.Module:
+    width, eps = PLACES[place], WAYS[way]
+    if place == "pooling":
+        model = build("resnet-small", num_classes=10, width=width, head="covariance", reduction=32)
+        model.pool = CovariancePool2d() if eps is None else UsualPool(eps)
+    else:
+        model = build("resnet-small", num_classes=10, width=width)
+        model.bn1 = DecorrelatedBatchNorm2d(width) if eps is None else UsualWhitening(width, eps)
+    return model.to(memory_format=torch.channels_last)
+
+
+def count_failures(way: str, place: str, seed: int, config, data) -> dict[str, object]:
     torch.manual_seed(seed)
-    model = build("resnet-small", num_classes=10, width=width)
-    model.bn1 = WAYS[way](width)
-    model = model.to(memory_format=torch.channels_last)
+    model = network(place, way)
     optimizer = torch.optim.SGD(
         model.parameters(), config.learning_rate, config.momentum, weight_decay=config.weight_decay
     )
@@ -59,8 +71,8 @@ def count_failures(way: str, width: int, seed: int, config, data) -> dict[str, o
         optimizer.step()
         schedule.step()
     return {
-        "stem": width,
-        "whitening": way,
+        "place": place,
+        "way": way,
         "seed": seed,
         "steps": config.steps,
         "raised": num_raised,
@@ -81,8 +93,8 @@ def main() -> None:
         settings = {**from_toml(HERE / "settings.toml"), "steps": args.steps, "data": args.data, "seed": seed}
         config = changed(preset("dbn-cifar10-small"), settings)
         data = load_data(config)
-        for width, way in itertools.product((16, 64), WAYS):
-            records.append(count_failures(way, width, seed, config, data))
+        for place, way in itertools.product(PLACES, WAYS):
+            records.append(count_failures(way, place, seed, config, data))
             print(records[-1], flush=True)
     with (HERE / "failures.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")

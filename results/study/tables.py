@@ -192,11 +192,10 @@ def sweep_table(runs: list[Record], experiment: str) -> Table:
                 *(group.condition(name) for name in CONDITIONS),
                 group.mean("rank_last", "{:.3g}"),
                 group.mean("failures", "{:.3g}"),
-                str(len(group.runs)),
             ]
         )
     header = ["method", "error %", "difference to svd", "seeds' noise", "cond", "on the support", "with eps"]
-    return [*header, "rank", "failures", "seeds"], rows
+    return [*header, "rank", "failures"], rows
 
 
 def gauge_table(runs: list[Record], experiment: str) -> Table:
@@ -262,13 +261,27 @@ def rank_table(runs: list[Record], names: Iterable[str], control: str) -> Table:
 
 
 def claims_table(runs: list[Record]) -> Table:
+    """Return condition numbers beside the paper's, and on the stem of full rank how they compare with those of svd."""
     rows = []
-    for method, claim in PAPER.items():
-        stems = [Group(runs, experiment, method) for experiment in ("stem64", "stem16")]
-        figures = [stem.condition(name) for stem in stems for name in ("cond", "cond_support")]
-        rows.append([method, claim, *figures])
-    header = ["method", "paper", "64 channels", "on the support", "16 channels", "on the support"]
-    return header, rows
+    for stem16 in groups(runs, "stem16"):
+        if stem16.method == "bn":
+            continue
+        stem64, svd = Group(runs, "stem64", stem16.method), Group(runs, "stem16", "svd")
+        row = [stem16.method, PAPER.get(stem16.method, "")]
+        row += [stem64.condition("cond"), stem64.condition("cond_support")]
+        for name in ("cond", "cond_support"):
+            row += [stem16.condition(name), "" if stem16.method == "svd" else _ratio(svd, stem16, name)]
+        rows.append(row)
+    header = ["method", "paper", "64 channels, raw", "on the support", "16 channels, raw", "lower than svd by"]
+    return [*header, "on the support", "lower than svd by"], rows
+
+
+def _ratio(control: Group, group: Group, name: str) -> str:
+    """Return by which factor the control's is higher: the geometric mean over the seeds, with its 95% interval."""
+    logs = ({seed: math.log(value) for seed, value in each.by_seed(name).items()} for each in (control, group))
+    difference = paired_difference(*logs)
+    factors = [float(f"{math.exp(value):.2g}") for value in (difference.mean, difference.low, difference.high)]
+    return "{} [{}, {}]".format(*(f"{factor:.1f}" if factor < 10 else f"{factor:,.0f}" for factor in factors))
 
 
 def switch_table(runs: list[Record]) -> Table:
@@ -315,20 +328,31 @@ def reasons_table(runs: list[Record]) -> Table:
     for experiment, title in REASONS.items():
         best, control = (Group(runs, experiment, method) for method in ("svd+nog+ow+olr", "svd"))
         difference = paired_difference(best.by_seed("error"), control.by_seed("error"))
-        told = [text.difference(difference), verdict_of(difference, difference.p)]
-        rows.append([title, control.error, best.error, *told, str(len(best.runs))])
-    return ["", "svd", "svd+nog+ow+olr", "difference", "seeds' noise", "seeds"], rows
+        rows.append([title, control.error, best.error, text.difference(difference), str(len(best.runs))])
+    return ["", "svd", "svd+nog+ow+olr", "difference", "seeds"], rows
 
 
 def failures_table(_: list[Record]) -> Table:
     failures = read("failures")
     rows = []
-    for stem, way in dict.fromkeys((record["stem"], record["whitening"]) for record in failures):
-        own = [record for record in failures if (record["stem"], record["whitening"]) == (stem, way)]
+    for place, way in dict.fromkeys((str(record["place"]), str(record["way"])) for record in failures):
+        own = [record for record in failures if (record["place"], record["way"]) == (place, way)]
         total = sum(record["steps"] for record in own)
         counts = [f"{sum(record[name] for record in own):.0f} of {total:.0f}" for name in ("raised", "not_finite")]
-        rows.append([f"{stem:.0f}", str(way), *counts, str(len(own))])
-    return ["stem", "whitening", "solver raised", "gradient not finite", "seeds"], rows
+        rows.append([place, way, *counts, str(len(own))])
+    return ["", "root", "solver raised", "gradient not finite", "seeds"], rows
+
+
+def evaluated_table(runs: list[Record]) -> Table:
+    """Return errors by the statistics that the whitening layer was tested with, beside the loss it was trained to."""
+    found = read("evaluated")
+    rows = []
+    for experiment, method in dict.fromkeys((str(record["experiment"]), str(record["method"])) for record in found):
+        own = [record for record in found if (record["experiment"], record["method"]) == (experiment, method)]
+        loss = Group(runs, experiment, method).mean("loss_4", "{:.3f}")
+        errors = [text.mean_std(Estimate.of([record[name] for record in own])) for name in STATISTICS]
+        rows.append([experiment, method, loss, *errors])
+    return ["experiment", "method", "training loss at the end", *STATISTICS.values()], rows
 
 
 def turning_table(_: list[Record]) -> Table:
@@ -355,14 +379,15 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
     "reasons": reasons_table,
     "failures": failures_table,
     "turning": turning_table,
+    "evaluated": evaluated_table,
 }
 
 
+STATISTICS = {"running": "error %, running statistics", "weight at rest": "after the training", "batch": "each batch's"}
 STEMS = {"stem16": "16 channels, full rank", "stem64": "64 channels, rank 27 at most"}
 REASONS = {
     "stem16": "16 channels, 1,000 steps",
     "longer": "16 channels, 5,000 steps",
-    "larger": "16 channels, 500 steps of ResNet-18",
     "stem64": "64 channels, 1,000 steps",
     "stem64-paper-eps": "64 channels, 1,000 steps, `eps=0.01`, nothing dropped",
 }
@@ -370,8 +395,14 @@ REASONS = {
 
 GAUGED = {"svd": "#0072b2", "svd+nog": "#e69f00", "svd+gauge": "#009e73"}
 TREATED = {
-    "svd": "#0072b2", "svd+sn": "#56b4e9", "svd+olr": "#cc79a7", "newton_schulz": "#999999",
-    "svd+nog": "#e69f00", "svd+ow": "#d55e00", "svd+ol": "#000000", "svd+gauge": "#009e73",
+    "svd": "#0072b2",
+    "svd+sn": "#56b4e9",
+    "svd+olr": "#cc79a7",
+    "newton_schulz": "#999999",
+    "svd+nog": "#e69f00",
+    "svd+ow": "#d55e00",
+    "svd+ol": "#000000",
+    "svd+gauge": "#009e73",
 }
 """Methods of a picture, and their colours."""
 
@@ -444,7 +475,11 @@ def _pyplot() -> Any:
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
+    figures = [
+        [cell.replace(" ", "\N{NO-BREAK SPACE}") if cell[:1] in "+-0123456789" else cell for cell in row]
+        for row in rows
+    ]
+    lines = [header, ["---"] * len(header), *figures]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

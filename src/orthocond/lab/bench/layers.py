@@ -139,17 +139,24 @@ def _pools(cell: Cell) -> dict[str, _Entry]:
         "AdaptiveAvgPool2d": nn.AdaptiveAvgPool2d(1),
         "CovariancePool2d": CovariancePool2d(),
         "the same, newton_schulz inside": CovariancePool2d(eps=1e-5, solver="newton_schulz"),
-        "covariance as usually written, autograd through eigh": _UsualPool(),
+        "covariance as usually written, autograd through eigh": UsualPool(),
     }
     return {name: _entry(layer, cell) for name, layer in layers.items()}
 
 
-class _UsualPool(nn.Module):
+class UsualPool(nn.Module):
+    """Covariance pooling as it is usually written: autograd through ``eigh``."""
+
+    def __init__(self, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+
     def forward(self, x: Tensor) -> Tensor:
+        """Return the upper triangles of the roots of the covariances of ``x`` ``(N, C, H, W)``."""
         X = x.flatten(2)
         X = X - X.mean(-1, keepdim=True)
         eigenvalues, U = torch.linalg.eigh(X @ X.mT / X.shape[-1])
-        Q: Tensor = (U * (eigenvalues.clamp(min=0) + 1e-5).sqrt().unsqueeze(-2)) @ U.mT
+        Q: Tensor = (U * (eigenvalues.clamp(min=0) + self.eps).sqrt().unsqueeze(-2)) @ U.mT
         row, column = torch.triu_indices(Q.shape[-1], Q.shape[-1], device=Q.device)
         return Q[:, row, column]
 

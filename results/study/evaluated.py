@@ -1,0 +1,71 @@
+"""Why do some whitenings train alike on the stem of 64 channels, and test so differently?
+
+    python results/study/evaluated.py CIFAR_DIR RUNS
+
+Trained networks of RUNS, tested with three statistics of the whitening layer: the running ones, averages over the last
+batches of the training, while the weight moved; averages over 100 batches with the weight as it is at the end; and each
+test batch's own. Writes evaluated.csv beside this file.
+"""
+
+import csv
+import itertools
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from orthocond.lab.config import Config, changed
+from orthocond.lab.data import Data, Part, load_data
+from orthocond.lab.runs import RunFolder, read_config
+from orthocond.lab.train import network
+
+HERE = Path(__file__).parent
+CPU = torch.device("cpu")
+EVALUATED = (
+    ("stem64", "svd"),
+    ("stem64", "newton_schulz"),
+    ("stem64-paper-eps", "svd"),
+    ("stem64-paper-eps", "svd+nog+ow+olr"),
+    ("stem64-paper-eps", "newton_schulz"),
+)
+
+
+@torch.no_grad()
+def errors(config: Config, data: Data, folder: Path) -> dict[str, float]:
+    model, _ = network(config, data, sync=False)
+    with RunFolder(folder) as run:
+        model.load_state_dict(run.load_checkpoint()["model"])
+    found = {"running": _error(model.eval(), data)}
+    model.bn1.train()
+    found["batch"] = _error(model, data)
+    for x, _ in itertools.islice(data.train_batches(1, 0, Part(), CPU), 100):
+        model.bn1(model.conv1(x))
+    found["weight at rest"] = _error(model.eval(), data)
+    return found
+
+
+def _error(model: nn.Module, data: Data) -> float:
+    wrong = [model(x).argmax(1) != y for x, y in data.val_batches(Part(), CPU)]
+    return round(100 * torch.cat(wrong).double().mean().item(), 2)
+
+
+def main(data_folder: str, runs: str) -> None:
+    torch.set_num_threads(1)
+    records = []
+    for experiment, method in EVALUATED:
+        for folder in sorted(Path(runs, experiment, method).iterdir()):
+            config = changed(read_config(folder), {"data": data_folder})
+            about = {"experiment": experiment, "method": method, "seed": config.seed}
+            records.append({**about, **errors(config, load_data(config), folder)})
+            print(records[-1], flush=True)
+    with (HERE / "evaluated.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    main(*sys.argv[1:])
