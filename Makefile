@@ -59,8 +59,8 @@ study:  ## the study on CIFAR-10: make study DATA=DIR, where DIR has train.parqu
 	@test -f "$(DATA)/train.parquet" || { echo "make study needs CIFAR-10: make study DATA=DIR, with train.parquet and test.parquet in DIR" >&2; exit 2; }
 	@$(MAKE) --no-print-directory $(LAB)
 	PATH="$(abspath $(BIN)):$$PATH" results/study/run "$(DATA)" runs/study
-	$(BIN)/python results/study/tables.py collect runs/study
-	$(BIN)/python results/study/tables.py
+	$(BIN)/python results/study/collect.py runs/study
+	$(BIN)/python results/study/publish.py
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .coverage .import_linter_cache

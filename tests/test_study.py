@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import charts
 import pytest
+import records
 import tables
+from publish import PAGES
 
 from orthocond.lab.bench.page import markdown
 from orthocond.lab.bench.run import read_results
@@ -11,11 +14,11 @@ from orthocond.lab.bench.run import read_results
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("name", ["gauge.md", "results.md"])
+@pytest.mark.parametrize("name", PAGES)
 def test_the_tables_of_a_page_are_those_of_the_committed_runs(name):
     page = (ROOT / "docs" / name).read_text()
     assert "<!-- table " in page
-    assert tables.with_tables(page, tables.read("runs")) == page
+    assert tables.with_tables(page, records.read("runs")) == page
 
 
 def test_the_benchmark_s_page_is_that_of_the_committed_figures():
@@ -25,16 +28,16 @@ def test_the_benchmark_s_page_is_that_of_the_committed_figures():
 
 
 def test_every_method_of_the_committed_runs_has_all_its_seeds():
-    runs = tables.read("runs")
+    runs = records.read("runs")
     for experiment in {run["experiment"] for run in runs}:
-        for group in tables.groups(runs, experiment):
+        for group in records.groups(runs, experiment):
             seeds = {run["seed"] for run in group.runs}
             assert len(group.runs) == len(seeds) == (3 if experiment == "pooling" else 5)
             assert {run["steps"] for run in group.runs} == {5000 if experiment == "longer" else 1000}
 
 
 def test_pictures_are_drawn_from_the_committed_files(tmp_path):
-    for draw, name in ((tables.draw_gauged, "curves"), (tables.draw_treated, "curves"), (tables.draw_errors, "runs")):
+    for draw, name in ((charts.draw_gauged, "curves"), (charts.draw_treated, "curves"), (charts.draw_errors, "runs")):
         file = tmp_path / f"{draw.__name__}.png"
-        draw(tables.read(name), file)
+        draw(records.read(name), file)
         assert file.stat().st_size > 10_000

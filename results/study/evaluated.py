@@ -7,12 +7,12 @@ batches of the training, while the weight moved; averages over 100 batches with 
 test batch's own. Writes evaluated.csv beside this file.
 """
 
-import csv
 import itertools
 import sys
 from pathlib import Path
 
 import torch
+from records import write
 from torch import nn
 
 from orthocond.lab.config import Config, changed
@@ -20,7 +20,6 @@ from orthocond.lab.data import Data, Part, load_data
 from orthocond.lab.runs import RunFolder, read_config
 from orthocond.lab.train import network
 
-HERE = Path(__file__).parent
 CPU = torch.device("cpu")
 EVALUATED = (
     ("stem64", "svd"),
@@ -59,10 +58,7 @@ def main(data_folder: str, runs: str) -> None:
             about = {"experiment": experiment, "method": method, "seed": config.seed}
             records.append({**about, **errors(config, load_data(config), folder)})
             print(records[-1], flush=True)
-    with (HERE / "evaluated.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(records)
+    write("evaluated", records)
 
 
 if __name__ == "__main__":

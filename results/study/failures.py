@@ -8,12 +8,11 @@ left out, so that the rest can be counted too. Writes failures.csv beside this f
 """
 
 import argparse
-import csv
 import itertools
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from records import HERE, write
 
 from orthocond.lab.bench.layers import UsualPool, UsualWhitening
 from orthocond.lab.config import changed, from_toml
@@ -23,7 +22,6 @@ from orthocond.lab.presets import preset
 from orthocond.lab.train import learning_rate_factor
 from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm2d
 
-HERE = Path(__file__).parent
 PLACES = {"16 channels": 16, "64 channels": 64, "pooling": 16}
 """Where a root is taken, and how wide the stem is."""
 WAYS = {
@@ -96,10 +94,7 @@ def main() -> None:
         for place, way in itertools.product(PLACES, WAYS):
             records.append(count_failures(way, place, seed, config, data))
             print(records[-1], flush=True)
-    with (HERE / "failures.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(records)
+    write("failures", records)
 
 
 if __name__ == "__main__":

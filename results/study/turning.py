@@ -9,18 +9,16 @@ how far each column moves, every ten steps after the first ten, for svd and for 
 """
 
 import argparse
-import csv
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from records import HERE, write
 
 from orthocond.lab.config import Config, changed, from_toml
 from orthocond.lab.data import Data, Part, load_data
 from orthocond.lab.presets import preset
 from orthocond.lab.train import learning_rate_factor, network
 
-HERE = Path(__file__).parent
 WAYS = {"svd": ("svd", "input"), "gauge, metric weight": ("svd+gauge", "weight"), "gauge": ("svd+gauge", "input")}
 BANDS = {"1 to 4": (0, 4), "5 to 8": (4, 8), "9 to 12": (8, 12), "13 to 16": (12, 16)}
 MARK = 10
@@ -79,14 +77,14 @@ def main() -> None:
     settings = from_toml(HERE / "settings.toml") | {"data": args.data, "width": 64, "steps": args.steps}
     config = changed(preset("dbn-cifar10-small"), settings)
     data = load_data(config)
-    with (HERE / "turning.csv").open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["way", "seed", *BANDS])
-        for seed in range(args.seeds):
-            for way, (method, metric) in WAYS.items():
-                moved = turning(method, metric, changed(config, {"seed": seed}), data)
-                writer.writerow([way, seed, *(f"{moved[start:end].mean():.4g}" for start, end in BANDS.values())])
-                print(way, seed, moved, flush=True)
+    records = []
+    for seed in range(args.seeds):
+        for way, (method, metric) in WAYS.items():
+            moved = turning(method, metric, changed(config, {"seed": seed}), data)
+            means = {band: f"{moved[start:end].mean():.4g}" for band, (start, end) in BANDS.items()}
+            records.append({"way": way, "seed": seed, **means})
+            print(records[-1], flush=True)
+    write("turning", records)
 
 
 if __name__ == "__main__":

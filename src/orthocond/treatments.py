@@ -224,7 +224,7 @@ def treat(
     gauge = Gauge(model, name, module, settings, example_input) if "gauge" in names else None
     if "olr" in names and ("ow" in names) != ("nog" in names):
         warnings.warn(
-            "olr with only one of ow and nog: the paper shows that the optimal learning rate goes to zero there "
+            "olr with only one of ow and nog: the paper argues that the optimal learning rate goes to zero there "
             "(section 5.2); use both or neither.",
             OrthocondWarning,
             stacklevel=2,

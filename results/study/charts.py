@@ -1,0 +1,85 @@
+"""The study's pictures."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from records import THRESHOLD, Group, Record, groups
+
+STEMS = {"stem16": "16 channels, full rank", "stem64": "64 channels, rank 27 at most"}
+COLOURS = {
+    "svd": "#0072b2",
+    "svd+sn": "#56b4e9",
+    "svd+olr": "#cc79a7",
+    "newton_schulz": "#999999",
+    "svd+nog": "#e69f00",
+    "svd+ow": "#d55e00",
+    "svd+ol": "#000000",
+    "svd+gauge": "#009e73",
+}
+"""Of the methods in pictures."""
+
+
+def draw_gauged(curves: list[Record], file: Path) -> None:
+    """Draw the condition number on the support, with the range of the seeds."""
+    figure, axes = _stems()
+    for axis, experiment in zip(axes, STEMS, strict=True):
+        for method in ("svd", "svd+nog", "svd+gauge"):
+            steps, own = _line(axis, curves, experiment, method, "cond_support")
+            low, high = ([point[f"cond_support_{end}"] for point in own] for end in ("low", "high"))
+            axis.fill_between(steps, low, high, color=COLOURS[method], alpha=0.2, linewidth=0)
+        axis.axhline(THRESHOLD, color="black", linewidth=0.8, linestyle=":")
+    axes[0].set_ylabel("condition number on the support")
+    axes[0].text(990, THRESHOLD * 1.1, "threshold", ha="right", fontsize=9)
+    axes[1].legend(loc="center right")
+    figure.savefig(file, dpi=110, metadata={"Software": None})
+
+
+def draw_treated(curves: list[Record], file: Path) -> None:
+    """Draw the raw condition number of each treatment."""
+    figure, axes = _stems()
+    for axis, experiment in zip(axes, STEMS, strict=True):
+        for method in COLOURS:
+            _line(axis, curves, experiment, method, "cond")
+    axes[0].set_ylabel("condition number, median of the seeds")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
+    figure.savefig(file, dpi=110, metadata={"Software": None})
+
+
+def _stems() -> tuple[Any, Any]:
+    figure, axes = _pyplot().subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    for axis, title in zip(axes, STEMS.values(), strict=True):
+        axis.set(yscale="log", title=title, xlabel="step")
+    return figure, axes
+
+
+def _line(axis: Any, curves: list[Record], experiment: str, method: str, name: str) -> tuple[list[float], list[Record]]:
+    own = [point for point in curves if (point["experiment"], point["method"]) == (experiment, method)]
+    steps = [point["step"] for point in own]
+    axis.plot(steps, [point[name] for point in own], color=COLOURS[method], label=method)
+    return steps, own
+
+
+def draw_errors(runs: list[Record], file: Path) -> None:
+    """Draw the errors of all seeds."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.6), sharey=True, layout="constrained")
+    names = [group.method for group in groups(runs, "stem16")][::-1]
+    for axis, (experiment, title) in zip(axes, STEMS.items(), strict=True):
+        for place, name in enumerate(names):
+            errors = Group(runs, experiment, name).values("error")
+            axis.plot(errors, [place] * len(errors), "o", color="#56b4e9", markersize=5)
+            axis.plot([statistics.mean(errors)], [place], "|", color="black", markersize=16)
+        axis.set(title=title, xlabel="error in percent, one dot a seed, the bar their mean")
+        axis.set_yticks(range(len(names)), names)
+        axis.grid(axis="y", alpha=0.3)
+    figure.savefig(file, dpi=110, metadata={"Software": None})
+
+
+def _pyplot() -> Any:
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    return plt

@@ -1,0 +1,115 @@
+"""What is kept of the study's runs.
+
+    python results/study/collect.py RUNS
+
+From the run folders to the files beside this one: `runs.csv` has a line for each run, `curves.csv` the condition
+numbers over the steps, and each experiment its report as CSV and JSON.
+"""
+
+import json
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from records import CONDITIONS, HERE, QUARTERS, THRESHOLD, Record, write
+
+from orthocond.lab.report import write_report
+from orthocond.lab.report.folders import method_order
+
+FIRST = 10
+"""Steps that are left out of medians and shares: the network has just been initialised."""
+BIN = 10
+
+
+def collect(runs: Path) -> None:
+    """Write what is kept of the run folders."""
+    lines, curves = [], []
+    for experiment in sorted(path for path in runs.iterdir() if path.is_dir()):
+        by_method: dict[str, list[dict[str, np.ndarray]]] = defaultdict(list)
+        for folder in sorted(experiment.glob("*/seed-*")):
+            status = json.loads((folder / "status.json").read_text())
+            if status["state"] != "finished":
+                print(f"{folder}: {status['state']}, left out", file=sys.stderr)
+                continue
+            config = json.loads((folder / "config.json").read_text())
+            line, columns = _run(folder, config)
+            lines.append({"experiment": experiment.name, **line})
+            by_method[config["method"]].append(columns)
+        for method in sorted(by_method, key=method_order):
+            curves += [{"experiment": experiment.name, **point} for point in _curve(method, by_method[method])]
+        for form in ("csv", "json"):
+            write_report([experiment], HERE / f"{experiment.name}.{form}", format=form)
+    lines.sort(key=lambda line: (line["experiment"], method_order(line["method"]), line["seed"]))
+    write("runs", lines)
+    write("curves", curves)
+
+
+def _run(folder: Path, config: Record) -> tuple[Record, dict[str, np.ndarray]]:
+    records = [json.loads(entry) for entry in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if record["kind"] == "step"]
+    columns = {name: np.array([_number(record[name]) for record in steps]) for name in (*CONDITIONS, "rank")}
+    losses = np.array([record["loss"] for record in steps])
+    later = np.arange(len(steps)) >= FIRST
+    times = [json.loads(entry) for entry in (folder / "times.jsonl").read_text().splitlines()]
+    line: Record = {
+        "method": config["method"],
+        "seed": config["seed"],
+        "steps": len(steps),
+        "error": next(record["val_error"] for record in reversed(records) if record["kind"] == "epoch"),
+        **{name: _digits(float(np.mean(part))) for name, part in zip(QUARTERS, np.split(losses, 4), strict=True)},
+        **{name: _digits(_median(columns[name][later])) for name in CONDITIONS},
+        "largest_cond_support": _digits(np.max(columns["cond_support"][later])),
+        "below_threshold": _digits(float(np.mean(columns["cond_support"][later] < THRESHOLD))),
+        "rank_last": _digits(_median(columns["rank"][-len(steps) // 10 :])),
+        "switched": _count(steps, "switched"),
+        "gauged": _count(steps, "gauged"),
+        "failures": sum(record["failures"] or 0 for record in steps),
+        "seconds": _digits(statistics.median(record["seconds"] / record["steps"] for record in times)),
+    }
+    if config["method"] == "bn":
+        line |= dict.fromkeys(("largest_cond_support", "below_threshold"), "")
+    return line, columns
+
+
+def _curve(method: str, runs: list[dict[str, np.ndarray]]) -> Iterable[Record]:
+    """Yield the median, lowest and highest of the seeds, of the medians of every `BIN` steps."""
+    if method == "bn":
+        return
+    for start in range(0, min(len(run["cond"]) for run in runs) - BIN + 1, BIN):
+        point: Record = {"method": method, "step": start + BIN // 2}
+        for name in ("cond_support", "cond"):
+            values = [_median(run[name][start : start + BIN]) for run in runs]
+            point |= {
+                name: _digits(statistics.median(values)),
+                f"{name}_low": _digits(min(values)),
+                f"{name}_high": _digits(max(values)),
+            }
+        yield point
+
+
+def _median(values: np.ndarray) -> float:
+    known = values[~np.isnan(values)]
+    return float(np.median(known)) if known.size else math.nan
+
+
+def _count(steps: list[Record], name: str) -> int | str:
+    known = [record[name] for record in steps if record[name] is not None]
+    return sum(known) if known else ""
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _digits(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.5g}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    collect(Path(sys.argv[1]))

@@ -1,0 +1,25 @@
+"""The study's tables and pictures: python results/study/publish.py, from the files beside this one to docs/.
+
+A table in a page stands between `<!-- table NAME -->` and `<!-- end -->`, and is written anew; what is around it is
+written by hand.
+"""
+
+from charts import draw_errors, draw_gauged, draw_treated
+from records import HERE, read
+from tables import with_tables
+
+DOCS = HERE.parents[1] / "docs"
+PAGES = ("results.md", "gauge.md")
+
+
+def publish() -> None:
+    runs, curves = read("runs"), read("curves")
+    for page in (DOCS / name for name in PAGES):
+        page.write_text(with_tables(page.read_text(), runs))
+    draw_gauged(curves, DOCS / "gauge.png")
+    draw_treated(curves, DOCS / "conditions.png")
+    draw_errors(runs, DOCS / "results.png")
+
+
+if __name__ == "__main__":
+    publish()
