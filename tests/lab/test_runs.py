@@ -22,6 +22,13 @@ def begun(path):
     return folder
 
 
+@pytest.mark.parametrize("program", ["/venv/bin/orthocond", "/src/orthocond/__main__.py"])
+def test_the_command_is_one_that_can_be_typed_again(program, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [program, "train", "dbn-digits", "--out", "my runs"])
+    monkeypatch.delenv("ORTHOCOND_COMMAND", raising=False)
+    assert environment(device="cpu", world_size=1)["command"] == "orthocond train dbn-digits --out 'my runs'"
+
+
 def test_what_is_begun_is_there(tmp_path):
     with begun(tmp_path / "a" / "run") as folder:
         assert folder.holds_a_run

@@ -309,8 +309,9 @@ def environment(*, device: str, world_size: int) -> dict[str, Any]:
 
 
 def command() -> str:
-    """Return what was typed to start this process."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """Return what was typed to start this process; ``python -m orthocond`` is ``orthocond``."""
+    program = Path(sys.argv[0])
+    return shlex.join([program.parent.name if program.name == "__main__.py" else program.name, *sys.argv[1:]])
 
 
 def _commit() -> tuple[str | None, bool | None]:
