@@ -14,14 +14,14 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from orthocond._core.compiling import uncompiled
+from orthocond._core.layout import kernel_matrix, matrix_kernel
+from orthocond._core.precision import narrow, widen
 from orthocond._metric import Metric, cross_covariance, gradient_after, metric_of
-from orthocond._whitened import meta_layer_behind
 from orthocond.errors import ArgumentError, OrthocondWarning, check_choice
-from orthocond.linalg._compile import uncompiled
+from orthocond.graph import meta_layer_behind
 from orthocond.linalg._decompose import DECOMPOSITIONS, decompose
 from orthocond.linalg._eigen import symmetric
-from orthocond.linalg._kernels import kernel_matrix, matrix_kernel
-from orthocond.linalg._precision import narrow, widen
 from orthocond.linalg._roots import default_rtol
 from orthocond.linalg._spectrum import spectrum_of
 from orthocond.nn._norm import _DecorrelatedBatchNorm

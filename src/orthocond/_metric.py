@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from orthocond._whitened import channel_dim
+from orthocond._core.precision import at_least_float32, autocast_off
+from orthocond.graph import channel_dim
 from orthocond.linalg._decompose import decompose
 from orthocond.linalg._eigen import symmetric
-from orthocond.linalg._precision import at_least_float32, autocast_off
 from orthocond.nn._whitening import summed
 
 __all__ = ["Metric", "cross_covariance", "gradient_after", "metric_of"]

@@ -7,10 +7,10 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from orthocond._pre_svd import unwrapped
+from orthocond._core.compiling import uncompiled
 from orthocond.errors import ArgumentError
+from orthocond.graph import unwrapped
 from orthocond.linalg import solver_failures
-from orthocond.linalg._compile import uncompiled
 from orthocond.linalg._spectrum import spectrum_of
 from orthocond.nn._meta import MetaLayer
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
 
+from orthocond._core.layout import kernel_matrix
+from orthocond._core.precision import widen
+from orthocond._core.registry import Entry, frozen, resolve
 from orthocond._gauge import Gauge, GaugeStep
-from orthocond._pre_svd import find_pre_svd, has_matrix, unwrapped
 from orthocond.errors import ArgumentError, OrthocondWarning, check_choice, check_nonnegative
+from orthocond.graph import find_pre_svd, has_matrix, unwrapped
 from orthocond.linalg import POLAR_SOLVERS
-from orthocond.linalg._kernels import kernel_matrix
-from orthocond.linalg._precision import widen
-from orthocond.linalg._registry import Entry, frozen, resolve
 from orthocond.nn import orthogonal_loss, orthogonal_weight
 from orthocond.nn._orthogonal import KINDS
 from orthocond.nn._skew import SkewOrthogonalConv2d

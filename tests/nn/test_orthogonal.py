@@ -10,8 +10,8 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 
+from orthocond._core.layout import kernel_matrix, matrix_kernel
 from orthocond.errors import ArgumentError
-from orthocond.linalg._kernels import kernel_matrix, matrix_kernel
 from orthocond.nn import is_orthogonal, orthogonal_loss, orthogonal_weight
 
 from cases import noise, rotation

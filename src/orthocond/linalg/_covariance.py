@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthocond._core.applying import applied, is_plain
+from orthocond._core.precision import autocast_off, lift
 from orthocond.errors import ArgumentError, check_matrix
-from orthocond.linalg._apply import applied, is_plain
-from orthocond.linalg._precision import autocast_off, lift
 
 __all__ = ["covariance"]
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # documented, missing from the stubs
 
+from orthocond._core.precision import widen
 from orthocond.errors import NonFiniteError, SolverError
-from orthocond.linalg._precision import widen
 from orthocond.linalg._threads import eigh
 
 __all__ = ["DECOMPOSITIONS", "check_finite", "count_failure", "decompose", "solver_failures", "svd"]

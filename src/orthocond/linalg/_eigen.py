@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthocond._core.applying import applied
+from orthocond._core.precision import autocast_off, narrow, widen
+from orthocond._core.registry import resolve
 from orthocond.errors import GradientError
-from orthocond.linalg._apply import applied
 from orthocond.linalg._decompose import decompose
 from orthocond.linalg._differences import Split, root_values, second_derivative, split
 from orthocond.linalg._gradients import GRADIENTS, differences
-from orthocond.linalg._precision import autocast_off, narrow, widen
-from orthocond.linalg._registry import resolve
 
 __all__ = ["batched", "eigen_root_vjp", "eigen_roots", "root_of", "symmetric"]
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from orthocond._core.registry import Entry, frozen
 from orthocond.linalg._differences import Split, first_differences, root_values
-from orthocond.linalg._registry import Entry, frozen
 
 __all__ = ["GRADIENTS", "GradientRule", "differences"]
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthocond._core.precision import autocast_off, lift, narrow, widen
 from orthocond.linalg._decompose import check_finite, count_failure, decompose
 from orthocond.linalg._differences import split
 from orthocond.linalg._eigen import Context, batched, root_of, symmetric
-from orthocond.linalg._precision import autocast_off, lift, narrow, widen
 
 __all__ = ["PAIRS", "iterative_roots"]
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthocond._core.precision import at_least_float32, autocast_off, lift, narrow, widen
+from orthocond._core.registry import Entry, frozen, resolve
 from orthocond.errors import ArgumentError, check_matrix, check_nonnegative
 from orthocond.linalg._decompose import check_finite, decompose, svd
 from orthocond.linalg._eigen import Context, eigen_root_vjp
-from orthocond.linalg._precision import at_least_float32, autocast_off, lift, narrow, widen
-from orthocond.linalg._registry import Entry, frozen, resolve
 
 __all__ = ["POLAR_SOLVERS", "PolarSolver", "nearest_orthogonal"]
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from orthocond._core.precision import at_least_float32
+from orthocond._core.registry import Entry, frozen, resolve
 from orthocond.errors import ArgumentError, check_nonnegative, check_square
 from orthocond.linalg._eigen import eigen_roots
 from orthocond.linalg._gradients import GRADIENTS
 from orthocond.linalg._iterative import PAIRS, iterative_roots
-from orthocond.linalg._precision import at_least_float32
-from orthocond.linalg._registry import Entry, frozen, resolve
 
 __all__ = [
     "SOLVERS",

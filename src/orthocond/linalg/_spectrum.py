@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from orthocond._core.precision import at_least_float32, widen
 from orthocond.errors import check_nonnegative, check_square
 from orthocond.linalg._decompose import decompose
 from orthocond.linalg._eigen import symmetric
-from orthocond.linalg._precision import at_least_float32, widen
 from orthocond.linalg._roots import default_rtol
 
 __all__ = ["Spectrum", "spectrum", "spectrum_of"]

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from orthocond._core.precision import autocast_off, lift, narrow
 from orthocond.errors import ArgumentError
 from orthocond.linalg import covariance
-from orthocond.linalg._precision import autocast_off, lift, narrow
 from orthocond.nn._meta import MetaLayer
 
 __all__ = ["WhiteningColoring2d", "whiten_color"]

@@ -10,7 +10,7 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from orthocond.linalg._kernels import kernel_matrix, matrix_kernel
+from orthocond._core.layout import kernel_matrix, matrix_kernel
 from orthocond.nn._meta import MetaLayer
 from orthocond.nn._norm import _DecorrelatedBatchNorm
 from orthocond.nn._skew import SkewOrthogonalConv2d

@@ -8,10 +8,10 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from orthocond._core.compiling import uncompiled
+from orthocond._core.precision import at_least_float32, autocast_off, narrow
+from orthocond._core.registry import resolve
 from orthocond.errors import ArgumentError
-from orthocond.linalg._compile import uncompiled
-from orthocond.linalg._precision import at_least_float32, autocast_off, narrow
-from orthocond.linalg._registry import resolve
 from orthocond.linalg._roots import SOLVERS
 from orthocond.nn._features import features
 from orthocond.nn._meta import MetaLayer

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
+from orthocond._core.applying import is_plain
+from orthocond._core.layout import kernel_matrix, matrix_kernel
+from orthocond._core.precision import autocast_off, lift, narrow
 from orthocond.errors import ArgumentError, check_choice, check_matrix
-from orthocond.linalg._apply import is_plain
-from orthocond.linalg._kernels import kernel_matrix, matrix_kernel
-from orthocond.linalg._precision import autocast_off, lift, narrow
 from orthocond.nn._skew import SkewOrthogonalConv2d
 
 __all__ = ["KINDS", "OrthogonalKernel", "is_orthogonal", "orthogonal_loss", "orthogonal_weight"]

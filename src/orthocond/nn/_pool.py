@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from orthocond._core.precision import lift, narrow
 from orthocond.errors import ArgumentError
 from orthocond.linalg import covariance
-from orthocond.linalg._precision import lift, narrow
 from orthocond.nn._meta import MetaLayer
 
 __all__ = ["CovariancePool2d"]

@@ -6,9 +6,9 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from orthocond._core.compiling import uncompiled
+from orthocond._core.precision import widen
 from orthocond.errors import ArgumentError, NonFiniteError
-from orthocond.linalg._compile import uncompiled
-from orthocond.linalg._precision import widen
 
 __all__ = ["SkewOrthogonalConv2d"]
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from orthocond._core.precision import autocast_off
 from orthocond.errors import ArgumentError, GradientError
 from orthocond.linalg import covariance
-from orthocond.linalg._precision import autocast_off
 from orthocond.nn._features import Features, features
 
 __all__ = ["Statistics", "check_num_samples", "summed", "whiten", "whiten_by_autograd"]

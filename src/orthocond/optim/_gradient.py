@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from orthocond._core.layout import kernel_matrix, matrix_kernel
 from orthocond.linalg import nearest_orthogonal
-from orthocond.linalg._kernels import kernel_matrix, matrix_kernel
 
 __all__ = ["nearest_orthogonal_gradient"]
 

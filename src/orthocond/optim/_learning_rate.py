@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from orthocond._core.precision import widen
 from orthocond.errors import ArgumentError, NonFiniteError, check_choice, check_matrix, check_nonnegative
-from orthocond.linalg._precision import widen
 
 __all__ = ["RULES", "optimal_learning_rate", "rate_for_matrices"]
 

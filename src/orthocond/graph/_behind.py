@@ -7,8 +7,8 @@ from typing import Any
 import torch.fx
 from torch import Tensor, nn
 
-from orthocond._pre_svd import call, evaluating, find_pre_svd, tensors
 from orthocond.errors import ArgumentError
+from orthocond.graph._pre_svd import call, evaluating, find_pre_svd, tensors
 from orthocond.nn._fold import LINEAR_LAYERS, Tracer
 from orthocond.nn._meta import MetaLayer
 

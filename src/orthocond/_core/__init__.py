@@ -1,0 +1,1 @@
+"""What the packages share and users never import: registries, precision, weight layouts, compile guards."""
