@@ -1,4 +1,4 @@
-"""Eigenvalues, rank and the three condition numbers."""
+"""Eigenvalues, rank, the three condition numbers and the gap."""
 
 import math
 
@@ -38,6 +38,16 @@ def test_zero_matrix():
     assert spectrum(torch.zeros(3, 3), eps=1.0).cond_eps == 1
 
 
+def test_gap_is_the_smallest_distance_over_the_largest_eigenvalue():
+    assert spectrum(torch.diag(torch.tensor([8.0, -2.0, 1.0, 3.0]))).gap == 0.25
+    assert spectrum(torch.diag(torch.tensor([1.0, -8.0, 3.0]))).gap == 0.25
+    assert spectrum(torch.stack([torch.eye(3), torch.zeros(3, 3)])).gap.tolist() == [0, 0]
+    assert spectrum(torch.ones(2, 1, 1)).gap.tolist() == [math.inf] * 2
+    repeated = spectrum(matrices("repeated", 8, dtype=torch.float64))
+    assert repeated.gap < 1e-14  # the identity and this one have the naive gradient's worst case, whatever their cond
+    assert repeated.cond < 101
+
+
 def test_rtol_moves_the_rank():
     A = torch.diag(torch.tensor([1.0, 0.125, 0.01]))
     assert spectrum(A, rtol=0.1).rank == 2
@@ -54,7 +64,7 @@ def test_it_is_detached_and_in_float32_at_least():
 
 @pytest.mark.parametrize("shape", [(0, 3, 3), (2, 0, 0), (0, 0)], ids=str)
 def test_empty(shape):
-    assert spectrum(torch.ones(shape)).rank.shape == shape[:-2]
+    assert spectrum(torch.ones(shape)).rank.shape == spectrum(torch.ones(shape)).gap.shape == shape[:-2]
 
 
 def test_bad_input():

@@ -32,15 +32,23 @@ class Spectrum(NamedTuple):
     """``(...)``: the largest over the smallest of those that count towards the rank; 1 for a zero matrix."""
     cond_eps: Tensor
     """``(...)``: the condition number of ``A + eps I``."""
+    gap: Tensor
+    """``(...)``: the smallest distance between two eigenvalues over the largest absolute value; infinite for 1x1."""
 
 
 def spectrum(A: Tensor, *, eps: float = 0.0, rtol: float | None = None) -> Spectrum:
-    r"""Return the eigenvalues, the rank and three condition numbers of symmetric matrices.
+    r"""Return the eigenvalues, the rank, three condition numbers and the gap of symmetric matrices.
 
     .. math:: \kappa(A) = \sigma_{max}(A) / \sigma_{min}(A)
 
     is the paper's measure (eq. 1). For a singular covariance its denominator is rounding noise, so it says how the
     noise fell; ``cond_support`` and ``cond_eps`` are what a layer that drops the null space, or adds ``eps``, meets.
+
+    .. math:: gap(A) = \min_{i \neq j} |\lambda_i - \lambda_j| / \max_k |\lambda_k|
+
+    tells how well the single eigenvectors are determined. The gradient through eigenvectors divides by these distances:
+    at or below ``n * finfo(A.dtype).eps`` two eigenvalues are equal up to rounding, and that gradient is rounding noise
+    or NaN. The identity has the best condition number and the worst gap.
 
     *Gradient:* none; the result is for looking at.
 
@@ -50,7 +58,7 @@ def spectrum(A: Tensor, *, eps: float = 0.0, rtol: float | None = None) -> Spect
         rtol: for ``rank`` and ``cond_support``; ``None`` means ``n * finfo(A.dtype).eps``, whatever ``eps`` is.
 
     Returns:
-        A named tuple ``(eigenvalues, rank, cond, cond_support, cond_eps)``, in float32 at least.
+        A named tuple ``(eigenvalues, rank, cond, cond_support, cond_eps, gap)``, in float32 at least.
 
     Raises:
         ArgumentError, DtypeError, NonFiniteError, SolverError: as in `matrix_sqrth`.
@@ -59,6 +67,8 @@ def spectrum(A: Tensor, *, eps: float = 0.0, rtol: float | None = None) -> Spect
         >>> s = spectrum(torch.diag(torch.tensor([4.0, 1.0, 0.0])), eps=1.0)
         >>> s.rank.item(), s.cond.item(), s.cond_support.item(), s.cond_eps.item()
         (2, inf, 4.0, 5.0)
+        >>> s.gap.item(), spectrum(torch.eye(3)).gap.item()
+        (0.25, 0.0)
     """
     check_square(A, "spectrum")
     check_nonnegative(eps, "eps", "spectrum")
@@ -75,7 +85,7 @@ def spectrum_of(eigenvalues: Tensor, *, eps: float, rtol: float) -> Spectrum:
     l = eigenvalues.sort(-1, descending=True).values
     if l.shape[-1] == 0:
         one = l.new_ones(l.shape[:-1])
-        return Spectrum(l, torch.zeros_like(one, dtype=torch.long), one, one, one)
+        return Spectrum(l, torch.zeros_like(one, dtype=torch.long), one, one, one, torch.full_like(one, torch.inf))
     largest = l[..., 0].clamp(min=0)
     kept = l > rtol * largest.unsqueeze(-1)
     smallest_kept = torch.where(kept, l, torch.inf).amin(-1)
@@ -88,8 +98,16 @@ def spectrum_of(eigenvalues: Tensor, *, eps: float, rtol: float) -> Spectrum:
         _ratio(size.amax(-1), size.amin(-1)),
         torch.where(rank > 0, largest / smallest_kept, 1.0),
         _ratio(shifted.amax(-1), shifted.amin(-1)),
+        _gap(l),
     )
 
 
 def _ratio(largest: Tensor, smallest: Tensor) -> Tensor:
     return torch.where(smallest > 0, largest / smallest, torch.inf)
+
+
+def _gap(l: Tensor) -> Tensor:
+    if l.shape[-1] < 2:
+        return torch.full_like(l[..., 0], torch.inf)
+    smallest = (l[..., :-1] - l[..., 1:]).amin(-1)
+    return torch.where(smallest > 0, smallest / l.abs().amax(-1), smallest)
