@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from orthocond._core.applying import changeable
 from orthocond._core.precision import autocast_off, lift, narrow
 from orthocond.errors import ArgumentError
 from orthocond.linalg import covariance
@@ -66,7 +67,7 @@ class WhiteningColoring2d(MetaLayer):
         (coloring,), _ = self._root(covariance(z), (0.5,))
         with autocast_off(x.device):
             y = (coloring @ whitening) @ (x - x.mean(-1, keepdim=True)) + z.mean(-1, keepdim=True)
-        return narrow(y, content).reshape(content.shape)
+        return changeable(narrow(y, content).reshape(content.shape))
 
 
 def whiten_color(

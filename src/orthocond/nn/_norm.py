@@ -8,6 +8,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from orthocond._core.applying import changeable
 from orthocond._core.compiling import uncompiled
 from orthocond._core.precision import at_least_float32, autocast_off, narrow
 from orthocond._core.registry import resolve
@@ -110,8 +111,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
     def _forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
         if not self.training and self.running_mean is not None and self.running_whitening is not None:
             weight, bias = self.eval_map(x.dtype)
-            return features(x, self.groups).map(weight, bias).tensor()
-        y: Tensor
+            return changeable(features(x, self.groups).map(weight, bias).tensor())
         try:
             if self._is_synchronised():
                 y, statistics = self._whiten_together(x, gamma, beta)

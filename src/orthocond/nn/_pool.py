@@ -66,7 +66,8 @@ class CovariancePool2d(MetaLayer):
         self._keep_spectrum(P, eigenvalues)
         Q = narrow(Q, x)
         if not self.vectorize:
-            return Q
+            # An iteration needs its result again for the gradient, and the caller may change it in place.
+            return Q.clone() if eigenvalues is None and Q.dtype == P.dtype else Q
         row, column = torch.triu_indices(Q.shape[-2], Q.shape[-1], device=Q.device)
         return Q[:, row, column]
 

@@ -118,7 +118,8 @@ class _Whiten(torch.autograd.Function):
         ctx.groups, ctx.num_samples, ctx.process_group, ctx.sync = groups, num_samples, process_group, sync
         statistics = (mean, P, whitening, eigenvalues)
         ctx.mark_non_differentiable(*(part for part in statistics if part is not None))
-        return samples.map(W, bias).tensor(), *statistics
+        # Detached, it is no view: autograd forbids in-place operations on views that a function returns.
+        return samples.map(W, bias).tensor().detach(), *statistics
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
