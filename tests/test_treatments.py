@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize
 
-from orthocond import find_pre_svd, treat
+from orthocond import treat
 from orthocond.errors import ArgumentError, NonFiniteError, OrthocondWarning
 from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm2d, is_orthogonal, orthogonal_weight
 from orthocond.treatments import TREATMENTS, parse_treatment
@@ -560,119 +560,27 @@ def test_bad_input(call, message):
         call()
 
 
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
-
-    def forward(self, x):
-        return F.relu_(self.bn(self.conv(x)) + x)
-
-
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        (nn.Sequential(nn.Conv2d(3, 8, 3), DecorrelatedBatchNorm2d(8)), {"1": "0"}),
-        (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), CovariancePool2d()), {"3": "0"}),
-        (nn.Sequential(nn.Conv2d(3, 8, 3), Residual(), CovariancePool2d()), {"2": "1.conv"}),
-        (nn.Sequential(orthogonal_weight(nn.Conv2d(3, 8, 3)), DecorrelatedBatchNorm2d(8)), {"1": "0"}),
-        (
-            nn.Sequential(nn.Flatten(), nn.Linear(75, 8), nn.Unflatten(1, (8, 1, 1)), DecorrelatedBatchNorm2d(8)),
-            {"3": "1"},
-        ),
-        (
-            nn.Sequential(nn.Conv2d(3, 8, 1), DecorrelatedBatchNorm2d(8), nn.Conv2d(8, 4, 1), CovariancePool2d()),
-            {"1": "0", "3": "2"},
-        ),
-    ],
-)
-def test_find_pre_svd(model, expected):
-    model.train()
-    state = copy.deepcopy(model.state_dict())
-    for frozen in (False, True):
-        model.requires_grad_(not frozen)
-        assert find_pre_svd(model, noise(2, 3, 5, 5)) == expected
-    assert all(module.training for module in model.modules())
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
-
-
-class Gated(nn.Module):
-    """Squeeze and excite: the gate is deeper than what it gates, and is not what is decomposed."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.down, self.up = nn.Conv2d(3, 8, 1), nn.Linear(8, 4), nn.Linear(4, 8)
-        self.norm = DecorrelatedBatchNorm2d(8)
-
-    def forward(self, x):
-        x = self.conv(x)
-        gate = torch.sigmoid(self.up(torch.relu(self.down(x.mean((2, 3))))))
-        return self.norm(input=x * gate[:, :, None, None])
-
-
-class Attending(nn.Module):
-    """An attention that uses the weight of its last layer without calling it, and a norm with a weight of images."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.attention = nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm, self.pool = nn.LayerNorm((4, 8)), CovariancePool2d()
-
-    def forward(self, x):
-        x = self.norm(self.attention(*[self.linear(x)] * 3)[0])
-        return self.pool(x.mT.unflatten(2, (2, 2)))
-
-
-def test_find_pre_svd_is_not_misled():
-    assert find_pre_svd(Gated(), noise(2, 3, 5, 5)) == {"norm": "conv"}
-    assert find_pre_svd(Attending(), noise(2, 4, 8)) == {"pool": "attention.out_proj"}
-
-
-class Siamese(nn.Module):
-    """A layer that is called twice, and arguments by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.pool = nn.Conv2d(3, 4, 1), CovariancePool2d()
-
-    def forward(self, a, b):
-        return self.pool(self.conv(a)) - self.pool(self.conv(b))
-
-
-def test_find_pre_svd_with_shared_modules_and_several_inputs():
-    x = noise(2, 3, 5, 5)
-    for example in ((x, x), {"a": x, "b": x}):
-        assert find_pre_svd(Siamese(), example) == {"pool": "conv"}
-
-
 def test_auto_treats_what_is_found():
     treatment = treat(net(), "auto", "nog", example_input=noise(2, 3, 6, 6))
     assert treatment.name == "conv1"
-
-
-class Unused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = DecorrelatedBatchNorm2d(3)
-
-    def forward(self, x):
-        return x
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (nn.Linear(3, 3), "found no meta-layer"),
-        (nn.Sequential(nn.ReLU(), DecorrelatedBatchNorm2d(3)), "'1' has no layer with a matrix"),
-        (Unused(), "did not call the meta-layer 'norm'"),
-    ],
-)
-def test_find_pre_svd_tells_what_is_missing(model, message):
-    with pytest.raises(ArgumentError, match=message):
-        find_pre_svd(model, noise(2, 3, 3, 3))
 
 
 def test_auto_with_several_pre_svd_layers_asks_for_a_name():
     model = nn.Sequential(nn.Conv2d(3, 8, 1), DecorrelatedBatchNorm2d(8), nn.Conv2d(8, 4, 1), CovariancePool2d())
     with pytest.raises(ArgumentError, match=r"several Pre-SVD layers \(0, 2\)"):
         treat(model, "auto", "nog", example_input=noise(2, 3, 5, 5))
+
+
+class Joined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.skip, self.up, self.norm = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1), DecorrelatedBatchNorm2d(8)
+
+    def forward(self, x):
+        return self.norm(torch.cat([self.skip(x), self.up(x)], 1))
+
+
+def test_auto_does_not_guess_which_of_several_layers_in_front_of_one_meta_layer_is_meant():
+    sentence = r"'norm' is fed by several layers: '\w+' \(channels . to .\) and '\w+' \(channels . to .\)"
+    with pytest.raises(ArgumentError, match=sentence):
+        treat(Joined(), "auto", "nog", example_input=noise(2, 3, 5, 5))

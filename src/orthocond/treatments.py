@@ -21,7 +21,7 @@ from orthocond._core.precision import widen
 from orthocond._core.registry import Entry, frozen, resolve
 from orthocond._gauge import Gauge, GaugeStep
 from orthocond.errors import ArgumentError, OrthocondWarning, check_choice, check_nonnegative
-from orthocond.graph import find_pre_svd, has_matrix, unwrapped
+from orthocond.graph import Join, find_pre_svd, has_matrix, unwrapped
 from orthocond.linalg import POLAR_SOLVERS
 from orthocond.nn import orthogonal_loss, orthogonal_weight
 from orthocond.nn._orthogonal import KINDS
@@ -513,12 +513,16 @@ class Treatment:
 def _only_pre_svd(model: nn.Module, example_input: Any) -> str:
     if example_input is None:
         raise ArgumentError("treat with layer='auto' needs an example_input; pass one batch of the model's input.")
-    found = set(find_pre_svd(model, example_input).values())
-    if len(found) > 1:
+    layers = set[str]()
+    for meta, feeds in find_pre_svd(model, example_input).items():
+        if isinstance(feeds, Join):
+            raise ArgumentError(f"the meta-layer {meta!r} is fed by several layers: {feeds}; treat each by its name.")
+        layers.add(feeds)
+    if len(layers) > 1:
         raise ArgumentError(
-            f"the model has several Pre-SVD layers ({', '.join(sorted(found))}); treat each by its name."
+            f"the model has several Pre-SVD layers ({', '.join(sorted(layers))}); treat each by its name."
         )
-    return found.pop()
+    return layers.pop()
 
 
 def _found(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:

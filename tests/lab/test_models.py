@@ -33,7 +33,9 @@ def test_the_head_pools_covariances_and_its_layer_is_found():
     assert model(x).shape == (2, 5)
     assert model.fc.in_features == 136
     assert find_pre_svd(model, x) == {"pool": "reduce.0"}
-    assert find_pre_svd(build("resnet18", num_classes=5, head="covariance"), x) == {"pool": "layer4.1.conv2"}
+    join = find_pre_svd(build("resnet18", num_classes=5, head="covariance"), x)["pool"]
+    assert join.layers == ("layer4.1.conv2", "layer4.0.conv2", "layer4.0.downsample.0")
+    assert {feed.channels for feed in join} == {(range(512),)}
 
 
 def test_bad_input():

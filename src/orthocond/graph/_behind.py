@@ -8,11 +8,13 @@ import torch.fx
 from torch import Tensor, nn
 
 from orthocond.errors import ArgumentError
-from orthocond.graph._pre_svd import call, evaluating, find_pre_svd, tensors
+from orthocond.graph._join import Join
+from orthocond.graph._pre_svd import channel_dim, find_pre_svd
+from orthocond.graph._running import call, evaluating, tensors
 from orthocond.nn._fold import LINEAR_LAYERS, Tracer
 from orthocond.nn._meta import MetaLayer
 
-__all__ = ["channel_dim", "meta_layer_behind"]
+__all__ = ["meta_layer_behind"]
 
 # What moves numbers and changes none; what else a trace shows of them, it shows without their shapes.
 _PASSING_METHODS = {"contiguous", "clone", "to", "type", "float", "double", "half", "bfloat16"}
@@ -44,13 +46,6 @@ def meta_layer_behind(model: nn.Module, name: str, layer: nn.Module, example_inp
     if len(calls) > 1:
         raise _refusal(name, "the meta-layer behind it serves another one, too")
     return found
-
-
-def channel_dim(layer: nn.Module, output: Tensor) -> int:
-    """Return the dimension of the channels in the output of a linear layer or a convolution."""
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    return output.ndim - (1 if isinstance(layer, nn.Linear) else weight.ndim - 1)
 
 
 def _refusal(name: str, reason: str) -> ArgumentError:
@@ -121,8 +116,12 @@ def _followed(graph: torch.fx.Graph, modules: dict[str, nn.Module], name: str, l
 
 
 def _by_example(model: nn.Module, name: str, layer: nn.Module, example_input: Any) -> MetaLayer:
-    names = {module: other for other, module in model.named_modules()}
-    found = [meta for meta, pre in find_pre_svd(model, example_input).items() if pre == names[layer]]
+    own = next(other for other, module in model.named_modules() if module is layer)
+    pre_svd = find_pre_svd(model, example_input)
+    for meta_name, feeds in pre_svd.items():
+        if isinstance(feeds, Join) and own in feeds.layers:
+            raise _refusal(name, f"the meta-layer {meta_name!r} is fed by several: {feeds}")
+    found = [meta_name for meta_name, feeds in pre_svd.items() if feeds == own]
     if len(found) != 1:
         raise _refusal(name, f"{len(found) or 'no'} meta-layer{'s' * (len(found) > 1)} follow{'s' * (not found)} it")
     meta = model.get_submodule(found[0])
