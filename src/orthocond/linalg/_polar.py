@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthocond._core.overriding import overridable
 from orthocond._core.precision import at_least_float32, autocast_off, lift, narrow, widen
 from orthocond._core.registry import Entry, frozen, resolve
 from orthocond.errors import ArgumentError, check_matrix, check_nonnegative
@@ -29,6 +30,7 @@ class PolarSolver(Entry):
     """From matrices ``(..., m, n)``, ``m <= n``, largest entry in [1, 2), to their polar factors."""
 
 
+@overridable
 def nearest_orthogonal(A: Tensor, *, solver: str = "gram", rtol: float | None = None) -> Tensor:
     r"""Return the matrices with orthonormal rows or columns (the fewer) that are nearest to ``A``.
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from orthocond._core.overriding import overridable
 from orthocond._core.precision import at_least_float32
 from orthocond._core.registry import Entry, frozen, resolve
 from orthocond.errors import ArgumentError, check_nonnegative, check_square
@@ -157,6 +158,7 @@ def matrix_sqrth_pair(
     return Q, S
 
 
+@overridable
 def roots(
     caller: str,
     A: Tensor,
