@@ -172,3 +172,20 @@ def test_one_of_two_roots_may_go_unused():
         for index, root in enumerate(ROOTS.values()):
             pair = gradient_of(lambda A: matrix_sqrth_pair(A, solver=solver)[index], A, G)
             assert relative_error(pair, gradient_of(lambda A: root(A, solver=solver), A, G).double()) < 1e-6
+
+
+@pytest.mark.parametrize("solver", ["eigh", "svd"])
+def test_gradients_of_both_roots_are_added_before_they_are_narrowed(solver):
+    A = (1e-4 * torch.eye(2)).half().requires_grad_()
+    Q, S = matrix_sqrth_pair(A, solver=solver)
+    (S - Q).sum().backward()
+    assert A.grad.isfinite().all()
+    assert A.grad[0, 0] == -torch.finfo(torch.float16).max
+
+
+def test_gradients_are_symmetrised_before_they_are_narrowed():
+    A = (1e-4 * torch.eye(2)).half().requires_grad_()
+    G = torch.tensor([[0.0, 0.21], [0.0, 0.0]], dtype=torch.float16)  # 1e5 in one entry, 5e4 in its symmetric part
+    (found,) = torch.autograd.grad(matrix_inv_sqrth(A), A, G)
+    (truth,) = torch.autograd.grad(matrix_inv_sqrth(wide := A.detach().double().requires_grad_()), wide, G.double())
+    assert torch.allclose(found.double(), truth, rtol=1e-3)

@@ -26,7 +26,7 @@ def narrow(A: Tensor, like: Tensor) -> Tensor:
     if A.dtype == like.dtype:
         return A
     largest = torch.finfo(like.dtype).max
-    return A.to(like).clamp_(-largest, largest)
+    return A.to(like).clamp(-largest, largest)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -39,26 +39,45 @@ class Split(NamedTuple):
     """``(..., 1)``: what is at or below it is dropped."""
 
 
-def split(eigenvalues: Tensor, eps: float, rtol: float | None) -> Split:
-    """Return which of the eigenvalues, in ascending order, are kept, with their roots; ``rtol=None`` keeps all."""
+def split(eigenvalues: Tensor, eps: float, rtol: float | None, floor: Tensor | None = None) -> Split:
+    """Return which of the eigenvalues, in ascending order, are kept, with their roots.
+
+    What is at or below ``rtol`` times the largest is dropped, and what is at or below ``floor`` ``(...)``, the rounding
+    noise of the matrix. Where ``eps`` is as large as that noise it outweighs it, and the floor drops nothing;
+    ``rtol=None`` drops nothing either.
+    """
+    # A comparison of numbers is much cheaper than work with masks, but only the CPU has the numbers at hand.
+    is_known = eigenvalues.device.type == "cpu" and not torch.compiler.is_compiling()
+    if floor is not None and is_known and not (floor > eps).any():
+        floor = None
+    noise = None if floor is None else torch.where(floor > eps, floor.to(eigenvalues), -torch.inf).unsqueeze(-1)
+    if rtol is None and noise is not None:
+        kept = eigenvalues > noise
+        shifted = (eigenvalues.clamp(min=-eps / 2) + eps).clamp_(min=_SMALLEST)
+        return Split(eigenvalues, torch.where(kept, shifted, 1.0).sqrt(), kept, noise)
     if rtol is None:
         # Below zero is rounding noise of a matrix that should be positive semi-definite: where eps outweighs it, it
         # counts like everything else, and where it doesn't, it may at most halve eps.
         shifted = eigenvalues.clamp(min=-eps / 2).add_(eps)
         roots = (shifted if eps > 2 * _SMALLEST else shifted.clamp_(min=_SMALLEST)).sqrt_()
         return Split(eigenvalues, roots, None, None)
-    if eigenvalues.device.type == "cpu" and not torch.compiler.is_compiling() and _all_kept(eigenvalues, rtol):
+    if is_known and _all_kept(eigenvalues, rtol, noise):
         return Split(eigenvalues, (eigenvalues + eps if eps else eigenvalues).sqrt(), None, None)  # the same, for less
-    cutoff = (rtol * eigenvalues[..., -1:]).clamp_(min=_SMALLEST)
+    cutoff = _cutoff(eigenvalues, rtol, noise)
     kept = eigenvalues > cutoff
     return Split(eigenvalues, torch.where(kept, eigenvalues + eps, 1.0).sqrt(), kept, cutoff)
 
 
-def _all_kept(eigenvalues: Tensor, rtol: float) -> bool:
+def _all_kept(eigenvalues: Tensor, rtol: float, noise: Tensor | None) -> bool:
     if eigenvalues.numel() == eigenvalues.shape[-1] > 0:  # of one matrix: numbers are compared faster than tensors
         line = eigenvalues.view(-1)
-        return line[0].item() > max(rtol * line[-1].item(), _SMALLEST)
-    return bool((eigenvalues[..., :1] > (rtol * eigenvalues[..., -1:]).clamp_(min=_SMALLEST)).all())
+        return line[0].item() > max(rtol * line[-1].item(), _SMALLEST, 0.0 if noise is None else noise.item())
+    return bool((eigenvalues[..., :1] > _cutoff(eigenvalues, rtol, noise)).all())
+
+
+def _cutoff(eigenvalues: Tensor, rtol: float, noise: Tensor | None) -> Tensor:
+    relative = (rtol * eigenvalues[..., -1:]).clamp_(min=_SMALLEST)
+    return relative if noise is None else torch.maximum(relative, noise)
 
 
 def root_values(parts: Split, power: float) -> Tensor:

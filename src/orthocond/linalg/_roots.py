@@ -168,11 +168,14 @@ def roots(
     gradient: str,
     eps: float,
     rtol: float | None,
+    floor: Tensor | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return ``(A + eps I)^p`` for each of ``powers`` (0.5, -0.5), and the eigenvalues where the solver has them.
 
     This is what the functions above and the layers share; the eigenvalues are detached, in the compute dtype and
-    ascending.
+    ascending. ``floor`` ``(...)`` is the size of the rounding noise of each matrix, where that is known: eigenvalues at
+    or below it are dropped, unless ``eps`` is as large. A solver without eigenvalues drops matrices that are nothing
+    but noise.
     """
     check_square(A, caller)
     check_nonnegative(eps, "eps", caller)
@@ -182,7 +185,7 @@ def roots(
     resolve(GRADIENTS, gradient, "gradient", caller)
     if entry.has_eigenvalues:
         rtol = default_rtol(A, rtol) if eps == 0 else rtol or None
-        return eigen_roots(A, powers, method=entry.name, gradient=gradient, eps=eps, rtol=rtol)
+        return eigen_roots(A, powers, method=entry.name, gradient=gradient, eps=eps, rtol=rtol, floor=floor)
     if rtol:
         raise ArgumentError(
             f"{caller} got rtol={rtol} with solver={entry.name!r}, which has no eigenvalues to drop; "
@@ -193,8 +196,19 @@ def roots(
             f"{caller} got gradient={gradient!r} with solver={entry.name!r}, which has a gradient of its own; "
             "leave gradient='exact', or use solver='eigh'."
         )
+    is_signal = None if floor is None else _is_above(A, floor, eps)
+    if is_signal is not None:
+        A = torch.where(is_signal, A, torch.eye(A.shape[-1], dtype=A.dtype, device=A.device))
     Q, S = iterative_roots(A, entry.name, eps=eps, **options)
+    if is_signal is not None:
+        Q, S = Q * is_signal, S * is_signal
     return tuple(Q if power > 0 else S for power in powers), None
+
+
+def _is_above(A: Tensor, floor: Tensor, eps: float) -> Tensor:
+    """Return ``(..., 1, 1)`` whether matrices exceed their noise, or ``eps`` does."""
+    norm: Tensor = torch.linalg.matrix_norm(A.detach().to(floor))
+    return ((norm > floor) | (floor <= eps)).unsqueeze(-1).unsqueeze(-1)
 
 
 def default_rtol(A: Tensor, rtol: float | None) -> float:

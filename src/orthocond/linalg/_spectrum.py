@@ -80,14 +80,19 @@ def spectrum(A: Tensor, *, eps: float = 0.0, rtol: float | None = None) -> Spect
     return Spectrum(*(part.to(A.device, dtype if part.is_floating_point() else None) for part in found))
 
 
-def spectrum_of(eigenvalues: Tensor, *, eps: float, rtol: float) -> Spectrum:
-    """Return the same from eigenvalues ``(..., n)`` that are already known, in any order."""
+def spectrum_of(eigenvalues: Tensor, *, eps: float, rtol: float, floor: Tensor | None = None) -> Spectrum:
+    """Return the same from eigenvalues ``(..., n)`` that are already known, in any order.
+
+    ``floor`` ``(...)`` is the rounding noise of each matrix: what is at or below it doesn't count towards the rank.
+    """
     l = eigenvalues.sort(-1, descending=True).values
     if l.shape[-1] == 0:
         one = l.new_ones(l.shape[:-1])
         return Spectrum(l, torch.zeros_like(one, dtype=torch.long), one, one, one, torch.full_like(one, torch.inf))
     largest = l[..., 0].clamp(min=0)
     kept = l > rtol * largest.unsqueeze(-1)
+    if floor is not None:
+        kept = kept & (l > floor.to(l).unsqueeze(-1))
     smallest_kept = torch.where(kept, l, torch.inf).amin(-1)
     rank = kept.sum(-1)
     size = l.abs()
