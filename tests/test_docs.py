@@ -43,8 +43,23 @@ NOT_RUN = re.compile(r"^# Not run by the tests: \w.*\.", re.MULTILINE)
 SHORT = ["--steps", "2", "--val-images", "20", "--accelerator", "cpu"]
 
 
-def parametrize_pages(chosen):
-    return pytest.mark.parametrize("name", [name for name, text in PAGES.items() if chosen(text)])
+def computes_in_half_precision(text: str) -> bool:
+    examples = "".join(block.text for block in blocks(text) if NOT_RUN.search(block.text) is None)
+    return re.search(r"bfloat16|float16|bf16|Muon", examples) is not None
+
+
+def parametrize_pages(chosen, *, computes=False):
+    """Return pages to test; of those whose examples are run, the ones in half precision need a CPU that has it."""
+    return pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(
+                name, marks=[pytest.mark.half_products] if computes and computes_in_half_precision(text) else []
+            )
+            for name, text in PAGES.items()
+            if chosen(text)
+        ],
+    )
 
 
 # Links
@@ -181,7 +196,7 @@ PROGRAMS = {
 
 
 @pytest.mark.timeout(120)
-@parametrize_pages(lambda text: shell_blocks(text, run=True))
+@parametrize_pages(lambda text: shell_blocks(text, run=True), computes=True)
 def test_commands_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(orthocond.lab.cli, "LocalEngine", HereEngine)
@@ -232,7 +247,7 @@ def python_blocks(text: str):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of torch's own exporter
-@parametrize_pages(python_blocks)
+@parametrize_pages(python_blocks, computes=True)
 def test_python_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)

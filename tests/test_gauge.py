@@ -419,6 +419,7 @@ def test_the_metric_of_the_weight_is_no_metric():
     assert treatment.state_dict()["gauge"] is None
 
 
+@pytest.mark.half_products
 def test_under_autocast_and_by_keyword():
     class Keyword(Net):
         def forward(self, x):

@@ -137,6 +137,7 @@ def test_proposition_1_holds_with_its_premise_and_not_without(pictures, path):
         assert 0.3 < (rates < 0).double().mean() < 0.7
 
 
+@pytest.mark.half_products
 def test_muon_is_near_the_polar_factor_and_ours_is_there(pictures, path):
     facts = pictures.muon(path, n=32)
     large = facts["sizes"] > 4e-3

@@ -197,7 +197,7 @@ def every_optimizer():
     for name in sorted(torch.optim.__all__):
         cls = getattr(torch.optim, name, None)
         if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer:
-            yield pytest.param(cls, id=name)
+            yield pytest.param(cls, id=name, marks=[pytest.mark.half_products] if name == "Muon" else [])
 
 
 @pytest.mark.parametrize("cls", list(every_optimizer()))

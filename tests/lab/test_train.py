@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from functools import partial
 
 import datasets
 import numpy as np
@@ -274,7 +275,10 @@ def test_the_rate_falls_as_the_paper_says():
     assert (linear(0), linear(50), linear(100)) == pytest.approx((1, 0.505, 0.01))
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+half = partial(pytest.param, marks=pytest.mark.half_products)
+
+
+@pytest.mark.parametrize("precision", [half("bf16-mixed"), half("bf16-true"), "64-true"])
 def test_precisions(tmp_path, precision):
     train(digits(steps=3, precision=precision, method="svd+nog"), tmp_path / "run")
     assert all(np.isfinite(record["loss"]) for record in read_records(tmp_path / "run", "step"))

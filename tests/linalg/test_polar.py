@@ -114,7 +114,7 @@ def test_a_small_singular_value_of_float64_is_not_lost(seed):
 def test_extreme_scales(solver, scale, dtype):
     A = (scale * noise(3, 5, dtype=torch.float64)).to(dtype).requires_grad_()
     R = nearest_orthogonal(A, solver=solver)
-    assert relative_error(R @ R.mT, torch.eye(3).double()) < max(1e-5, 10 * torch.finfo(dtype).eps)
+    assert relative_error(R.double() @ R.double().mT, torch.eye(3).double()) < max(1e-5, 10 * torch.finfo(dtype).eps)
     R.backward(100 * torch.ones_like(R))
     assert A.grad.isfinite().all()
 

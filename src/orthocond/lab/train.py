@@ -24,6 +24,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from orthocond import ConditionMonitor, treat
 from orthocond.errors import ArgumentError, NonFiniteError, OrthocondError, OrthocondWarning
+from orthocond.lab import processor
 from orthocond.lab.config import Config
 from orthocond.lab.data import Data, Part, load_data
 from orthocond.lab.display import Display, Silent
@@ -469,6 +470,10 @@ def _fabric(config: Config) -> Fabric:
         accelerator = "cpu"
     if accelerator == "cpu" and config.precision == "16-mixed":
         raise ArgumentError("the precision 16-mixed needs a GPU; use --precision bf16-mixed here.")
+    if accelerator == "cpu" and "16" in config.precision and not processor.has_half_products():
+        raise ArgumentError(
+            f"can't train with the precision {config.precision}: {processor.reason()}; use --precision 32-true."
+        )
     try:
         fabric = Fabric(
             accelerator=accelerator,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orthocond.lab import processor
 from orthocond.lab.bench.measure import Budget, alternate, once, spread
 from orthocond.lab.bench.problems import polar_factor, relative_error
 from orthocond.lab.models import build
@@ -50,7 +51,7 @@ def contestants(cell: Cell) -> dict[str, Callable[[Tensor], Tensor]]:
         _REFERENCE: _by_svd,
         f"{_MUON}, float32": partial(muon_iteration, dtype=torch.float32),
     }
-    if 5 * short**2 * (4 * long + 2 * short) <= _BFLOAT16_WORK:
+    if 5 * short**2 * (4 * long + 2 * short) <= _BFLOAT16_WORK and processor.has_half_products():
         everyone[_MUON] = muon_iteration
     return everyone
 

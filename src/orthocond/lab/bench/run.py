@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from orthocond.errors import OrthocondError
+from orthocond.lab import processor
 from orthocond.lab.bench import layers, peers, polar, solvers, step
 from orthocond.lab.runs import environment
 
@@ -54,6 +55,9 @@ def run(names: Iterable[str], *, quick: bool, console: Console) -> dict[str, Any
         quick: small problems and few rounds: whether it runs, not how fast.
         console: where the progress is shown, a bar on a terminal and lines elsewhere.
     """
+    names = list(names)
+    if "polar" in names:  # Muon's steps are in bfloat16; what makes them work has to be chosen before torch computes
+        processor.prepare()
     about = {**environment(device="cpu", world_size=1), "peers": peers.state()}
     found: dict[str, Any] = {"environment": about, "quick": quick, "subjects": {}}
     for name in names:
