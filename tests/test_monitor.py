@@ -28,20 +28,20 @@ def network():
 
 
 def test_records_are_those_of_the_spectrum():
-    model = network()
-    x = noise(4, 3, 9, 9)
+    model = network().double()  # in float32 the smallest eigenvalues are rounding noise, which differs between CPUs
+    x = noise(4, 3, 9, 9, dtype=torch.float64)
     with ConditionMonitor(model) as monitor:
         model(x)
         model.eval()(x)
-        model.train()(noise(4, 3, 9, 9, seed=2))
+        model.train()(noise(4, 3, 9, 9, dtype=torch.float64, seed=2))
     model(x)  # no longer recorded
     history = monitor.history()
     assert [(record["step"], record["layer"]) for record in history] == [(0, "1"), (0, "3"), (1, "1"), (1, "3")]
     features = model[0](x).movedim(1, 0).flatten(1)
     truth = spectrum(covariance(features), eps=1e-5, rtol=1e-4)
     assert history[0]["rank"] == truth.rank
-    assert history[0]["cond_support"] == pytest.approx(truth.cond_support.item(), rel=1e-2)
-    assert history[0]["cond_eps"] == pytest.approx(truth.cond_eps.item(), rel=1e-2)
+    assert history[0]["cond_support"] == pytest.approx(truth.cond_support.item(), rel=1e-6)
+    assert history[0]["cond_eps"] == pytest.approx(truth.cond_eps.item(), rel=1e-6)
     assert history[0]["cond"] > 1e6
     assert history[0]["failures"] == 0
     assert all(type(value) in (int, float, str) for record in history for value in record.values())
@@ -107,6 +107,18 @@ def test_a_compiled_model_is_watched():
         for _ in range(3):
             compiled(noise(2, 3, 9, 9))
     assert [(r["layer"], r["step"]) for r in monitor.history()] == [(n, s) for s in range(3) for n in ("1", "3")]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of torch.compile's own
+def test_a_second_compiled_model_of_a_class_is_watched_and_one_that_was_called_before():
+    torch.compile(network(), backend="eager")(noise(2, 3, 9, 9))
+    model = network()
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        with ConditionMonitor(model) as monitor:
+            compiled(noise(2, 3, 9, 9))
+        compiled(noise(2, 3, 9, 9))  # no longer recorded
+        assert [record["layer"] for record in monitor.history()] == ["1", "3"]
 
 
 def test_bad_input():

@@ -7,7 +7,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from orthocond._core.compiling import uncompiled
+from orthocond._core.compiling import HookNotice, uncompiled
 from orthocond.errors import ArgumentError
 from orthocond.graph import unwrapped
 from orthocond.linalg import solver_failures
@@ -30,7 +30,6 @@ class ConditionMonitor:
     """Records rank and condition numbers of every meta-layer, one record for each training forward.
 
     The eigenvalues are those that the layers have anyway, and nothing waits for the device until the history is read.
-    A model that is compiled is to be watched before its first call.
     A layer that decomposes several matrices at a time (groups, or images) is recorded by the worst of them.
 
     Args:
@@ -66,10 +65,11 @@ class ConditionMonitor:
         self._pending: list[tuple[int, str, Tensor, int]] = []
         self._records: list[dict[str, Any]] = []
         self._latest: dict[str, dict[str, Any]] = {}
-        self._handles = []
+        self._handles: list[Any] = []
         for name, layer in layers.items():
             self._handles.append(layer.register_forward_pre_hook(partial(self._before, name)))
             self._handles.append(layer.register_forward_hook(partial(self._after, name)))
+            self._handles.append(HookNotice(layer))
 
     def history(self) -> list[dict[str, Any]]:
         """Return all records, oldest first, as plain dicts.
