@@ -1,6 +1,7 @@
 """Applying a `torch.autograd.Function` to small matrices, where what surrounds it counts."""
 
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,8 +11,16 @@ try:
     from torch._functorch.utils import unwrap_dead_wrappers
 except ImportError:  # a private name, of another version of torch: then the public way it is
     unwrap_dead_wrappers = None  # type: ignore[assignment]
+try:
+    from torch.autograd.forward_ad import _set_fwd_grad_enabled as set_forward_mode
+except ImportError:
+    set_forward_mode = None  # type: ignore[assignment, misc]
 
-__all__ = ["applied", "changeable", "is_plain"]
+from orthocond.errors import GradientError
+
+__all__ = ["applied", "changeable", "is_plain", "with_forward_mode"]
+
+F = TypeVar("F", bound=type[torch.autograd.Function])
 
 
 def is_plain() -> bool:
@@ -32,12 +41,45 @@ def _is_plain_inference() -> bool:
     return is_plain() and not torch.is_grad_enabled() and forward_ad._current_level < 0
 
 
+def with_forward_mode(function: F) -> F:
+    """Give a function the forward derivative that its method ``tangent(ctx, saved, *directions)`` computes.
+
+    `applied` takes a subclass with a method ``jvp`` that calls it; two things of torch's own are put right there.
+
+    - `torch.compile` refuses a function that has a ``jvp``, though it never calls it: there it is the function itself.
+    - torch switches forward mode off within ``jvp``, for all levels, so that a derivative of the derivative
+      (``jacfwd`` of ``jacfwd``) would silently be zero. Here it is on, and ``saved`` are the saved tensors without their
+      tangents of this level.
+    """
+
+    def jvp(ctx: Any, *directions: Tensor | None) -> Any:
+        with _forward_mode_on():
+            saved = tuple(forward_ad.unpack_dual(tensor).primal for tensor in ctx.saved_tensors)
+            return function.tangent(ctx, saved, *directions)  # type: ignore[attr-defined]
+
+    function._with_jvp = type(function.__name__, (function,), {"jvp": staticmethod(jvp)})  # type: ignore[attr-defined]
+    return function
+
+
+def _forward_mode_on() -> AbstractContextManager[object]:
+    if set_forward_mode is not None:
+        return set_forward_mode(True)
+    if torch._C._are_functorch_transforms_active():
+        raise GradientError(
+            "this version of torch can't nest forward derivatives of torch.func; use jacrev, or torch.autograd.forward_ad."
+        )
+    return nullcontext()
+
+
 def applied(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     """Return ``function.apply(*inputs)`` for inputs that are complete and in order.
 
     `torch.autograd.Function.apply` reads the signature of ``forward`` anew each time, to fill in defaults that it
     hasn't; at 64x64 that costs a tenth of the decomposition.
     """
+    if torch.compiler.is_compiling():
+        return function.apply(*inputs)
+    function = getattr(function, "_with_jvp", function)
     if unwrap_dead_wrappers is None or not is_plain():
         return function.apply(*inputs)
     if _is_plain_inference():

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthocond._core.applying import applied, with_forward_mode
+
 __all__ = ["at_least_float32", "autocast_off", "lift", "narrow", "widen"]
 
 
@@ -26,7 +28,7 @@ def narrow(A: Tensor, like: Tensor) -> Tensor:
     if A.dtype == like.dtype:
         return A
     largest = torch.finfo(like.dtype).max
-    return A.to(like).clamp(-largest, largest)
+    return A.to(like).clamp(-largest, largest)  # in place it has no batching rule
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -38,10 +40,11 @@ def lift(A: Tensor, scale: Tensor | None = None) -> Tensor:
     """Return ``A`` in float32 at least, times ``scale``; its gradient comes back without overflow to infinity."""
     if scale is None and A.dtype == at_least_float32(A.dtype):
         return A
-    lifted: Tensor = _Lift.apply(A, A.new_ones(()) if scale is None else scale)
+    lifted: Tensor = applied(_Lift, A, A.new_ones(()) if scale is None else scale)
     return lifted
 
 
+@with_forward_mode
 class _Lift(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -54,12 +57,18 @@ class _Lift(torch.autograd.Function):
         A, scale = inputs
         ctx.dtype = A.dtype
         ctx.save_for_backward(scale)
+        ctx.save_for_forward(scale)
 
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None]:
         (scale,) = ctx.saved_tensors
         largest = torch.finfo(ctx.dtype).max
         return (G * scale).clamp(-largest, largest).to(ctx.dtype), None
+
+    @staticmethod
+    def tangent(ctx: Any, saved: tuple[Tensor], direction: Tensor, _: None) -> Tensor:
+        (scale,) = saved
+        return direction.to(at_least_float32(ctx.dtype)) * scale
 
 
 def autocast_off(device: torch.device) -> AbstractContextManager[object]:

@@ -80,12 +80,20 @@ def nearest_orthogonal(A: Tensor, *, solver: str = "gram", rtol: float | None = 
     rtol = max(A.shape[-2:]) * torch.finfo(dtype).eps if rtol is None else rtol
     with autocast_off(A.device):
         wide = A if A.shape[-2] <= A.shape[-1] else A.mT
-        # The scale does not matter, and a power of two costs no rounding.
-        largest = wide.detach().abs().amax((-2, -1), keepdim=True).to(dtype)
-        bound = 1020.0 if dtype == torch.float64 else 125.0
-        exponent = torch.where(largest > 0, largest, 1.0).log2().floor().clamp(-bound, bound)
-        R = narrow(_Polar.apply(lift(wide, torch.exp2(-exponent)), entry.name, rtol, tuple(options.items())), A)
+        scale = power_of_two_scale(wide)  # the scale does not matter
+        R = narrow(_Polar.apply(lift(wide, scale), entry.name, rtol, tuple(options.items())), A)
     return R if A.shape[-2] <= A.shape[-1] else R.mT
+
+
+def power_of_two_scale(A: Tensor) -> Tensor:
+    """Return the scales ``(..., 1, 1)``, in float32 at least, that bring the largest entry of each matrix to [1, 2).
+
+    Powers of two cost no rounding. The scale of a zero matrix is 1.
+    """
+    dtype = at_least_float32(A.dtype)
+    largest = A.detach().abs().amax((-2, -1), keepdim=True).to(dtype)
+    bound = 1020.0 if dtype == torch.float64 else 125.0
+    return torch.exp2(-torch.where(largest > 0, largest, 1.0).log2().floor().clamp(-bound, bound))
 
 
 class _Polar(torch.autograd.Function):
