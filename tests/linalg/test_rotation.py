@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 from orthocond.errors import DtypeError, NonFiniteError
-from orthocond.linalg import nearest_orthogonal, nearest_rotation
 from orthocond.linalg import _jacobi as jacobi
+from orthocond.linalg import nearest_orthogonal, nearest_rotation
 
 from cases import noise, rotation
 

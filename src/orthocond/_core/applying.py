@@ -48,8 +48,8 @@ def with_forward_mode(function: F) -> F:
 
     - `torch.compile` refuses a function that has a ``jvp``, though it never calls it: there it is the function itself.
     - torch switches forward mode off within ``jvp``, for all levels, so that a derivative of the derivative
-      (``jacfwd`` of ``jacfwd``) would silently be zero. Here it is on, and ``saved`` are the saved tensors without their
-      tangents of this level.
+      (``jacfwd`` of ``jacfwd``) would silently be zero. Here it is on, and ``saved`` holds the saved tensors without
+      their tangents of this level.
     """
 
     def jvp(ctx: Any, *directions: Tensor | None) -> Any:
@@ -66,7 +66,7 @@ def _forward_mode_on() -> AbstractContextManager[object]:
         return set_forward_mode(True)
     if torch._C._are_functorch_transforms_active():
         raise GradientError(
-            "this version of torch can't nest forward derivatives of torch.func; use jacrev, or torch.autograd.forward_ad."
+            "this version of torch can't nest forward derivatives; use torch.func.jacrev, or torch.autograd.forward_ad."
         )
     return nullcontext()
 

@@ -9,8 +9,8 @@ from orthocond.linalg._covariance import covariance
 from orthocond.linalg._decompose import solver_failures
 from orthocond.linalg._gradients import GRADIENTS
 from orthocond.linalg._polar import POLAR_SOLVERS, nearest_orthogonal
-from orthocond.linalg._rotation import nearest_rotation
 from orthocond.linalg._roots import SOLVERS, matrix_inv_sqrth, matrix_sqrth, matrix_sqrth_pair
+from orthocond.linalg._rotation import nearest_rotation
 from orthocond.linalg._spectrum import Spectrum, spectrum
 
 __all__ = [

@@ -33,15 +33,18 @@ def jacobi_svd(A: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     parts = [_jacobi_svd(part) for part in A.reshape(-1, 3, 3).split(_IN_CACHE)]
     if any(part is None for part in parts):
         return None
-    U, p, V = (torch.cat(pieces) for pieces in zip(*parts, strict=True))  # type: ignore[arg-type]
+    U, p, V = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
     return U.reshape(A.shape), p.reshape(A.shape[:-1]), V.reshape(A.shape)
 
 
 def _jacobi_svd(batch: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     # Columns first and the batch last: (column, row, batch), the rows of A above those of V.
-    columns = list(torch.cat([batch, torch.eye(3, dtype=batch.dtype).expand_as(batch)], 1).permute(2, 1, 0).contiguous())
+    columns = list(
+        torch.cat([batch, torch.eye(3, dtype=batch.dtype).expand_as(batch)], 1).permute(2, 1, 0).contiguous()
+    )
     for _ in range(_MAX_SWEEPS):
-        if all([_rotated(columns, i, j) for i, j in ((0, 1), (0, 2), (1, 2))]):
+        were_orthogonal = [_rotated(columns, i, j) for i, j in ((0, 1), (0, 2), (1, 2))]
+        if all(were_orthogonal):
             break
     else:
         return None

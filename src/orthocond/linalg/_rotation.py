@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from orthocond._core.applying import applied, with_forward_mode
+from orthocond._core.overriding import overridable
 from orthocond._core.precision import at_least_float32, autocast_off, lift, narrow, widen
 from orthocond.errors import check_matrix
 from orthocond.linalg._decompose import check_finite, svd
@@ -37,6 +38,7 @@ def nearest_rotation(A: Tensor, *, return_margin: Literal[False] = False) -> Ten
 def nearest_rotation(A: Tensor, *, return_margin: Literal[True]) -> tuple[Tensor, Tensor]: ...
 
 
+@overridable
 def nearest_rotation(A: Tensor, *, return_margin: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     r"""Return the rotation matrices that are nearest to ``A``.
 
@@ -181,9 +183,7 @@ class _Rotation(torch.autograd.Function):
             return _turned(A, R, p, U, V, G, ctx.rtol), None
 
     @staticmethod
-    def tangent(
-        ctx: Context, saved: tuple[Tensor, ...], direction: Tensor, _: None
-    ) -> tuple[Tensor, None, None, None]:
+    def tangent(ctx: Context, saved: tuple[Tensor, ...], direction: Tensor, _: None) -> tuple[Tensor, None, None, None]:
         A, R, p, U, V = saved
         return _turned(A, R, p, U, V, direction, ctx.rtol), None, None, None
 
@@ -229,9 +229,7 @@ class _Lyapunov(torch.autograd.Function):
             return -(Y @ X.mT + X.mT @ Y), Y, None, None, None
 
     @staticmethod
-    def tangent(
-        ctx: Context, saved: tuple[Tensor, ...], dP: Tensor | None, dC: Tensor | None, *_: None
-    ) -> Tensor:
+    def tangent(ctx: Context, saved: tuple[Tensor, ...], dP: Tensor | None, dC: Tensor | None, *_: None) -> Tensor:
         P, p, V, X = saved
         change = torch.zeros_like(X) if dC is None else dC
         if dP is not None:
