@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
 
 from orthocond.errors import ArgumentError, NonFiniteError
 from orthocond.linalg import SOLVERS, covariance
@@ -121,6 +122,21 @@ def test_hooks_that_copy_what_is_saved_change_nothing(shift):
         found.append((leaf.grad, layer.weight.grad))
     for one, two in zip(*found, strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_runs_it_as_often_as_batchnorm(use_reentrant, solver):
+    x, g = correlated(6, 4, 5, 5), noise(6, 4, 5, 5)
+    layer, batchnorm, gradients = DecorrelatedBatchNorm2d(4, solver=solver), nn.BatchNorm2d(4), []
+    for run in (layer, batchnorm, DecorrelatedBatchNorm2d(4, solver=solver)):
+        leaf = x.clone().requires_grad_()
+        model = lambda x, run=run: torch.sin(run(1.5 * x))
+        y = checkpoint(model, leaf, use_reentrant=use_reentrant) if len(gradients) < 2 else model(leaf)
+        y.backward(g)
+        gradients.append(leaf.grad)
+    assert torch.equal(gradients[0], gradients[2])
+    assert layer.num_batches_tracked <= batchnorm.num_batches_tracked == 2
 
 
 def test_torch_func():
