@@ -64,7 +64,9 @@ def renew_statistics(module: nn.Module, batches: Iterable[Any], *, device: torch
         return
     modes = {layer: layer.training for layer in module.modules()}
     momenta = {norm: norm.momentum for norm in norms.values()}
-    before = {norm: [buffer.clone() for buffer in norm.buffers(recurse=False)] for norm in momenta}
+    before: dict[nn.Module, list[Tensor]] = {
+        norm: [buffer.clone() for buffer in norm.buffers(recurse=False)] for norm in momenta
+    }
     try:
         for layer in modes:
             layer.training = layer in momenta
