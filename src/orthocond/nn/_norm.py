@@ -9,6 +9,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from orthocond._core import private
 from orthocond._core.applying import changeable
 from orthocond._core.compiling import uncompiled
 from orthocond._core.precision import at_least_float32, autocast_off, narrow
@@ -123,7 +124,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
                 check_num_samples(num_samples, x.shape)
                 self._check_rank(num_samples)
                 # Tracing wants plain operations: the function has a graph of its own inside.
-                traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+                traced = torch.compiler.is_compiling() or private.transforms_are_active()
                 whitened: Callable[..., tuple[Tensor, Statistics]] = whiten_by_autograd if traced else whiten
                 y, statistics = whitened(x, gamma, beta, groups=self.groups, root=self._inverse_root)
         except ArgumentError as error:
