@@ -48,7 +48,7 @@ NAMES: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "transforms_are_active": ("torch._C._are_functorch_transforms_active", lambda: True),
         "is_transformed": ("torch._C._functorch.is_functorch_wrapped_tensor", lambda _: True),
         "num_dispatch_modes": ("torch._C._len_torch_dispatch_stack", lambda: 1),
-        "is_tracing": ("torch._C._is_tracing", lambda: torch.jit.is_tracing()),
+        "is_tracing": ("torch._C._is_tracing", lambda: torch.jit.is_tracing()),  # type: ignore[attr-defined]  # public, all the same
         "unwrap_dead_wrappers": ("torch._functorch.utils.unwrap_dead_wrappers", None),
         "set_forward_mode": ("torch.autograd.forward_ad._set_fwd_grad_enabled", None),
         "tree_map_only": ("torch.utils._pytree.tree_map_only", _mapped),
