@@ -5,7 +5,7 @@ GPU.`` What it says to ``orthocond`` is parsed nevertheless.
 """
 
 import doctest
-import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -229,6 +229,8 @@ def test_commands_that_are_not_run_are_understood(name, tmp_path, monkeypatch):
             parse_orthocond(given[given.index("orthocond") + 1 :], monkeypatch, tmp_path)
         elif given[0] == "pip":
             check_pip(given[1:], monkeypatch)
+        elif given[:2] == ["python", "-m"]:
+            assert importlib.util.find_spec(f"{given[2]}.__main__"), words
         elif given[0] == "python":
             assert (ROOT / given[1]).exists(), words
 

@@ -22,6 +22,7 @@ PUBLIC_MODULES = (
     "orthocond.optim",
     "orthocond.treatments",
     "orthocond.monitor",
+    "orthocond.diagnosis",
     "orthocond.errors",
 )
 

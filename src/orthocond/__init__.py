@@ -7,9 +7,10 @@ implements and extends *Improving Covariance Conditioning of the SVD Meta-layer 
 """
 
 from orthocond import linalg, nn, optim
+from orthocond.diagnosis import diagnose
 from orthocond.monitor import ConditionMonitor
 from orthocond.treatments import find_pre_svd, treat
 
-__all__ = ["ConditionMonitor", "__version__", "find_pre_svd", "linalg", "nn", "optim", "treat"]
+__all__ = ["ConditionMonitor", "__version__", "diagnose", "find_pre_svd", "linalg", "nn", "optim", "treat"]
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The command line: ``orthocond demo``, ``train``, ``compare``, ``report``, ``bench``, ``presets``, ``methods``."""
+"""The command line: ``orthocond demo``, ``train``, ``compare``, ``report``, ``bench``, ``diagnose`` ..."""
 
 import dataclasses
 import inspect
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import orthocond
+from orthocond.diagnosis.script import PASSES, run_script
 from orthocond.errors import ArgumentError, OrthocondError, check_choice
 from orthocond.lab.compare import (
     ENGINES,
@@ -223,6 +224,20 @@ def bench_command(
         for row in entry.rows:
             table.add_row(*row)
         console.print(table)
+
+
+@app.command(
+    "diagnose",
+    epilog="Example: orthocond diagnose train.py --lr 0.1",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def diagnose_command(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Training script; its own arguments follow.")],
+    passes: Annotated[int, typer.Option(help="Stop after this many backward passes.")] = PASSES,
+) -> None:
+    """Run a training script until the first NaN and say what its eigh, svd, cholesky and pinv do to the gradient."""
+    raise typer.Exit(run_script(script, context.args, passes=passes))
 
 
 @app.command("presets")

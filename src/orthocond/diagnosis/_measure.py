@@ -1,0 +1,251 @@
+r"""What the eigenvalues of a call, and the gradients that pass through it, say about the matrix and about the loss.
+
+All functions take batches flattened to ``(b, ...)`` in float64 and return one number for each matrix. With the
+decomposition :math:`A = U \Lambda U^H` and the incoming gradients :math:`\bar\Lambda, \bar U`, the gradient of a
+function of symmetric matrices is
+
+.. math:: \bar A = U (\mathrm{diag}(\bar\Lambda) + a_{ij} / (\lambda_j - \lambda_i)) U^H,
+          \quad a = (M - M^H) / 2, \quad M = U^H \bar U
+
+and :math:`a_{ij}` is also the derivative of the loss along a rotation of the eigenvectors i and j. Where the two
+eigenvalues are equal any rotation gives eigenvectors again, so a loss that is a function of the matrix has
+:math:`a_{ij} = 0` there.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Gradient", "Spread", "eigen_gradient", "singular_gradient", "spread"]
+
+_SLACK = 16.0
+"""Rounding errors of the incoming gradients, in units of ``sqrt(n)`` times the precision they were computed in."""
+_FOCUS = 10.0
+"""How much larger the gradients of the smallest eigenvalues are than those of the others when the loss inverts them."""
+
+
+@dataclass
+class Spread:
+    """How the eigenvalues or singular values of each matrix are spread."""
+
+    rank: Tensor
+    cond: Tensor
+    gap: Tensor
+    negative: Tensor
+    """Whether an eigenvalue is negative, be it by rounding."""
+    null: Tensor
+    """``(b, n)``: which eigenvalues are zero up to rounding."""
+    small: Tensor
+    """``(b, n)``: which eigenvalues have a relative error of a percent or more."""
+
+
+@dataclass
+class Gradient:
+    """What passed through each matrix in one backward pass."""
+
+    finite_in: Tensor
+    """Whether the incoming gradient is finite."""
+    finite: Tensor
+    """Whether the gradient that came back is finite."""
+    amplification: Tensor
+    """Norm of what came back over the norm of its well-posed part."""
+    noise: Tensor
+    """Relative size of the rounding errors that near ties amplify."""
+    consistent: Tensor
+    """Whether the loss doesn't depend on the choice of eigenvectors of a repeated eigenvalue."""
+    focus: Tensor
+    """Whether the smallest eigenvalues have much larger gradients than the others: an inverse, a root, a logarithm."""
+    tied: Tensor
+    """Whether eigenvalues are equal up to rounding."""
+    num_used: int
+    """How many eigenvectors have a gradient: none of them if only the eigenvalues are used."""
+    both_sides: bool = False
+    """Whether left and right singular vectors are used."""
+    values_used: bool = True
+    """Whether the eigenvalues have a gradient."""
+
+
+def spread(values: Tensor, size: int, unit: float) -> Spread:
+    """Return rank, condition number and gap for eigenvalues or singular values ``(b, n)`` of ``size`` rows or columns.
+
+    ``unit`` is the relative precision that the matrix was computed in.
+    """
+    magnitude = values.abs()
+    largest = magnitude.amax(-1)
+    null = magnitude <= size * unit * largest.unsqueeze(-1)
+    cond = torch.where(magnitude.amin(-1) > 0, largest / magnitude.amin(-1), torch.inf)
+    if values.shape[-1] > 1:
+        distance = values.sort(-1).values.diff(dim=-1).amin(-1)
+        gap = torch.where(distance > 0, distance / largest, distance)
+    else:
+        gap = torch.full_like(largest, torch.inf)
+    small = magnitude <= max(100, 10 * size) * unit * largest.unsqueeze(-1)
+    return Spread((~null).sum(-1), cond, gap, (values < 0).any(-1), null, small)
+
+
+def eigen_gradient(
+    l: Tensor,
+    U: Tensor | None,
+    to_l: Tensor | None,
+    to_U: Tensor | None,
+    back: Tensor,
+    measured: Spread,
+    units: tuple[float, float],
+) -> Gradient:
+    """Measure a backward pass through eigenvalues ``(b, n)`` and eigenvectors ``(b, n, n)``; ``back`` is what it gave.
+
+    ``units`` are the relative precision of the decomposition and that of the incoming gradients.
+    """
+    n = l.shape[-1]
+    finite_in = _finite(to_l) & _finite(to_U)
+    values_used = to_l is not None
+    to_l = torch.zeros_like(l) if to_l is None else _repaired(to_l)
+    tied = _tied(l, n * units[0])
+    # A function of the eigenvalues differs between two that are not quite equal; without one, nothing may.
+    relative = _relative_distance(l) if values_used else torch.zeros_like(tied, dtype=l.dtype)
+    if U is None or to_U is None:  # only eigenvalues: those of a repeated one have to be treated alike
+        difference = (to_l.unsqueeze(-1) - to_l.unsqueeze(-2)).abs()
+        total = to_l.abs().unsqueeze(-1) + to_l.abs().unsqueeze(-2)
+        bound = 2 * relative * total + _rounding(n, units[1]) * to_l.abs().amax(-1)[:, None, None]
+        well_posed, columns, num_used = to_l, to_l, 0
+        noise = torch.zeros_like(l[:, 0])
+        inconsistent = tied & (difference > bound)
+    else:
+        to_U = _repaired(to_U)
+        M = U.mH @ to_U
+        a = (M - M.mH) / 2
+        bound = relative * (M.abs() + M.abs().mT) + _rounding(n, units[1]) * _norm(M)[:, None, None]
+        inconsistent = tied & (a.abs() > bound)
+        distance = l.unsqueeze(-2) - l.unsqueeze(-1)
+        between = torch.where(tied | (distance == 0), 0.0, a / torch.where(distance == 0, 1.0, distance))
+        well_posed = between + torch.diag_embed(to_l).to(between.dtype)
+        columns = torch.linalg.vector_norm(to_U, dim=-2)
+        noise = _noise(l, columns, well_posed, units[1])
+        num_used = _num_used(columns)
+    return Gradient(
+        finite_in,
+        _finite(back),
+        _ratio(_norm(back), _norm(well_posed)),
+        noise,
+        ~inconsistent.flatten(1).any(-1),
+        _focus(to_l, measured.small) | _focus(columns, measured.small),
+        tied.flatten(1).any(-1),
+        num_used,
+        values_used=values_used,
+    )
+
+
+def singular_gradient(
+    s: Tensor,
+    vectors: tuple[Tensor, Tensor] | None,
+    to_s: Tensor | None,
+    to_vectors: tuple[Tensor | None, Tensor | None],
+    back: Tensor,
+    measured: Spread,
+    units: tuple[float, float],
+) -> Gradient:
+    r"""Measure a backward pass through singular values ``(b, k)`` and vectors ``(b, m, k)``, ``(b, n, k)``.
+
+    With the skew parts P, Q of :math:`U^H \bar U, V^H \bar V`, the gradient between i and j is
+    :math:`(P + Q)_{ij} / 2 (s_j - s_i) + (P - Q)_{ij} / 2 (s_j + s_i)`: only the first part minds equal singular
+    values.
+    """
+    if vectors is None or (to_vectors[0] is None and to_vectors[1] is None):
+        return eigen_gradient(s, None, to_s, None, back, measured, units)
+    finite_in = _finite(to_s) & _finite(to_vectors[0]) & _finite(to_vectors[1])
+    values_used = to_s is not None
+    to_s = torch.zeros_like(s) if to_s is None else _repaired(to_s)
+    inner, size, outside = [], torch.zeros_like(s[:, 0]), torch.zeros_like(s[:, 0])
+    columns = torch.zeros_like(s)
+    for X, to_X in zip(vectors, to_vectors, strict=True):
+        if to_X is None:
+            inner.append(torch.zeros(*s.shape, s.shape[-1], dtype=X.dtype))
+            continue
+        to_X = _repaired(to_X)
+        M = X.mH @ to_X
+        inner.append(M)
+        size = size + _norm(M)
+        columns = columns + torch.linalg.vector_norm(to_X, dim=-2)
+        # What points out of the span of the singular vectors is divided by the singular value.
+        beyond = torch.linalg.vector_norm(to_X - X @ M, dim=-2) * ~measured.null
+        outside = outside + (beyond / torch.where(measured.null, 1.0, s)).square().sum(-1)
+    P, Q = ((M - M.mH) / 2 for M in inner)
+    n = max(X.shape[-2] for X in vectors)
+    tied = _tied(s, n * units[0])
+    sizes = sum(M.abs() + M.abs().mT for M in inner)
+    bound = _rounding(n, units[1]) * size[:, None, None] + (_relative_distance(s) * sizes if values_used else 0.0)
+    i, j = s.unsqueeze(-1), s.unsqueeze(-2)
+    null = measured.null.unsqueeze(-1) & measured.null.unsqueeze(-2)
+    between = torch.where(tied | (i == j), 0.0, (P + Q) / (2 * torch.where(i == j, 1.0, j - i)))
+    between = between + torch.where(null | (i + j == 0), 0.0, (P - Q) / (2 * torch.where(i + j == 0, 1.0, i + j)))
+    well_posed = between + torch.diag_embed(to_s).to(between.dtype)
+    return Gradient(
+        finite_in,
+        _finite(back),
+        _ratio(_norm(back), (_norm(well_posed).square() + outside).sqrt()),
+        _noise(s, columns, well_posed, units[1]),
+        ~(tied & ((P + Q).abs() > bound)).flatten(1).any(-1),
+        _focus(to_s, measured.small) | _focus(columns, measured.small),
+        tied.flatten(1).any(-1),
+        _num_used(columns),
+        both_sides=to_vectors[0] is not None and to_vectors[1] is not None,
+        values_used=values_used,
+    )
+
+
+def _noise(values: Tensor, columns: Tensor, well_posed: Tensor, unit: float) -> Tensor:
+    """Return how large ``unit * |columns| / distance``, the rounding error of each pair, is against the gradient."""
+    distance = (values.unsqueeze(-1) - values.unsqueeze(-2)).abs()
+    errors = torch.where(distance > 0, unit * columns.unsqueeze(-2) / torch.where(distance > 0, distance, 1.0), 0.0)
+    return _ratio(_norm(errors), _norm(well_posed))
+
+
+def _num_used(columns: Tensor) -> int:
+    """Return how many eigenvectors have a gradient."""
+    return int((columns > 1e-6 * columns.amax(-1, keepdim=True)).sum(-1).max())
+
+
+def _tied(values: Tensor, tolerance: float) -> Tensor:
+    distance = (values.unsqueeze(-1) - values.unsqueeze(-2)).abs()
+    apart = ~torch.eye(values.shape[-1], dtype=torch.bool)
+    return (distance <= tolerance * values.abs().amax(-1)[:, None, None]) & apart
+
+
+def _relative_distance(values: Tensor) -> Tensor:
+    """Return how much two eigenvalues, and so a smooth function of them, differ relative to themselves."""
+    i, j = values.unsqueeze(-1), values.unsqueeze(-2)
+    larger = torch.maximum(i.abs(), j.abs())
+    return torch.where(larger > 0, (i - j).abs() / torch.where(larger > 0, larger, 1.0), 0.0)
+
+
+def _rounding(n: int, unit: float) -> float:
+    return _SLACK * math.sqrt(n) * unit
+
+
+def _focus(weights: Tensor, small: Tensor) -> Tensor:
+    def size(which: Tensor) -> Tensor:
+        return (weights.abs().square() * which).sum(-1) / which.sum(-1).clamp(min=1)
+
+    return small.any(-1) & (size(small) > _FOCUS**2 * size(~small))
+
+
+def _finite(X: Tensor | None) -> Tensor:
+    return torch.tensor(True) if X is None else torch.isfinite(X).flatten(1).all(-1)
+
+
+def _repaired(X: Tensor) -> Tensor:
+    return X.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _norm(X: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(X.flatten(1), dim=-1)
+    return norm
+
+
+def _ratio(back: Tensor, well_posed: Tensor) -> Tensor:
+    """Return the ratio of two norms; where nothing is well posed it is infinite, or 0 if nothing came back either."""
+    ratio = torch.where(well_posed > 0, back / torch.where(well_posed > 0, well_posed, 1.0), back * torch.inf)
+    ratio = torch.where((back == 0) & (well_posed == 0), 0.0, ratio)
+    return torch.where(back.isnan(), torch.inf, ratio)
