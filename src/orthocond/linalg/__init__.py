@@ -9,14 +9,16 @@ from orthocond.linalg._covariance import covariance
 from orthocond.linalg._decompose import solver_failures
 from orthocond.linalg._gradients import GRADIENTS
 from orthocond.linalg._polar import POLAR_SOLVERS, nearest_orthogonal
+from orthocond.linalg._projector import spectral_projector, top_eigenvector
 from orthocond.linalg._roots import SOLVERS, matrix_inv_sqrth, matrix_sqrth, matrix_sqrth_pair
-from orthocond.linalg._rotation import nearest_rotation
+from orthocond.linalg._rotation import Alignment, nearest_rotation, procrustes
 from orthocond.linalg._spectrum import Spectrum, spectrum
 
 __all__ = [
     "GRADIENTS",
     "POLAR_SOLVERS",
     "SOLVERS",
+    "Alignment",
     "Spectrum",
     "covariance",
     "matrix_inv_sqrth",
@@ -24,6 +26,9 @@ __all__ = [
     "matrix_sqrth_pair",
     "nearest_orthogonal",
     "nearest_rotation",
+    "procrustes",
     "solver_failures",
+    "spectral_projector",
     "spectrum",
+    "top_eigenvector",
 ]

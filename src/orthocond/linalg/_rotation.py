@@ -1,33 +1,18 @@
-"""The nearest rotation: the polar factor with determinant one, with derivatives of every order.
+"""The nearest rotation, and the rigid or similarity transform between two sets of points."""
 
-With ``R`` the rotation and ``P = R^T A``, which is symmetric, a change ``dA`` turns the rotation by ``dR = R W``, where
-``W`` is antisymmetric and solves
-
-    W P + P W = R^T dA - dA^T R
-
-In the eigenbasis of ``P``, whose eigenvalues ``p`` are the singular values of ``A``, the smallest with a sign, that is
-a division by ``p_i + p_j``. Equal singular values are nothing special. The rotation is not unique, and has no
-derivative, where the smallest two sum to zero.
-
-Reference: Levinson et al., An analysis of SVD for deep rotation estimation, NeurIPS 2020; Higham, Functions of Matrices
-(SIAM 2008), section 8.1; for the equation of the derivative: Kenney and Laub, SIAM J. Matrix Anal. Appl. 12 (1991).
-"""
-
-from typing import Any, Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from orthocond._core.applying import applied, with_forward_mode
 from orthocond._core.overriding import overridable
 from orthocond._core.precision import at_least_float32, autocast_off, lift, narrow, widen
-from orthocond.errors import check_matrix
-from orthocond.linalg._decompose import check_finite, svd
-from orthocond.linalg._eigen import Context, batched, symmetric
-from orthocond.linalg._jacobi import jacobi_svd, pays_off
+from orthocond.errors import ArgumentError, check_floating, check_matrix
+from orthocond.linalg._decompose import svd
+from orthocond.linalg._factor import rotation_factor
 from orthocond.linalg._polar import nearest_orthogonal, power_of_two_scale
 
-__all__ = ["nearest_rotation"]
+__all__ = ["Alignment", "nearest_rotation", "procrustes"]
 
 
 @overload
@@ -90,9 +75,9 @@ def nearest_rotation(A: Tensor, *, return_margin: bool = False) -> Tensor | tupl
     with autocast_off(A.device):
         scale = power_of_two_scale(A)
         rtol = A.shape[-1] * torch.finfo(at_least_float32(A.dtype)).eps
-        R, p, _, _ = applied(_Rotation, widen(lift(A, scale)), rtol)
-        R = narrow(R, A)
-    return (R, narrow(_margin(p), A)) if return_margin else R
+        factor = rotation_factor(widen(lift(A, scale)), rtol)
+        R = narrow(factor.R, A)
+    return (R, narrow(_margin(factor.p), A)) if return_margin else R
 
 
 def _margin(p: Tensor) -> Tensor:
@@ -111,132 +96,108 @@ def _rectangular_margin(A: Tensor) -> Tensor:
     return narrow(s[..., -1] / torch.where(s[..., 0] > 0, s[..., 0], 1.0), A)
 
 
-def signed_svd(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rotated ``U``, signed singular values ``p`` and ``V`` with ``A = U diag(p) V^T`` and ``det U V^T = 1``.
+class Alignment(NamedTuple):
+    """What `procrustes` found: ``Y ~ scale X R^T + t``.
 
-    For square matrices in float64. The singular values descend; the last one has the sign of the determinant.
-    """
-    rotated = jacobi_svd(A) if pays_off(A) else None
-    if rotated is not None:
-        return rotated
-    U, p, Vh = svd(A)
-    is_rotation = torch.linalg.det(U @ Vh) > 0
-    sign = torch.ones_like(p)
-    sign[..., -1] = torch.where(is_rotation, 1.0, -1.0)
-    return U * sign.unsqueeze(-2), p * sign, Vh.mT
-
-
-def _rotation(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if A.is_meta:
-        return torch.empty_like(A), A[..., 0].clone(), torch.empty_like(A), torch.empty_like(A)
-    check_finite(A)
-    U, p, V = signed_svd(A)
-    is_zero = (p[..., :1] == 0).unsqueeze(-1)  # every rotation is as near: the identity, then
-    U = torch.where(is_zero, V, U)
-    return U @ V.mT, p, U, V
-
-
-@torch.library.custom_op("orthocond::rotation", mutates_args=())
-def _rotation_op(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same, opaque to `torch.compile`: the retries of the decomposition depend on the data."""
-    R, p, U, V = _rotation(A)
-    return R.contiguous(), p.contiguous(), U.contiguous(), V.contiguous()
-
-
-@_rotation_op.register_fake
-def _(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return A.new_empty(A.shape), A.new_empty(A.shape[:-1]), A.new_empty(A.shape), A.new_empty(A.shape)
-
-
-def _inverse_sums(p: Tensor, rtol: float) -> Tensor:
-    """Return ``1 / (p_i + p_j)``, and zero where that is not above ``rtol p_1``."""
-    sums = p.unsqueeze(-1) + p.unsqueeze(-2)
-    return torch.where(sums > rtol * p[..., :1].unsqueeze(-1), sums, torch.inf).reciprocal_()
-
-
-@with_forward_mode
-class _Rotation(torch.autograd.Function):
-    """``A -> R``, and with it ``p``, ``U = R V`` and ``V``, which have no derivative."""
-
-    @staticmethod
-    def forward(A: Tensor, rtol: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        if torch.compiler.is_compiling():
-            R, p, U, V = _rotation_op(A)
-            return R, p, U, V
-        return _rotation(A)
-
-    @staticmethod
-    def setup_context(ctx: Context, inputs: tuple[Tensor, float], output: tuple[Tensor, ...]) -> None:
-        A, ctx.rtol = inputs
-        R, p, U, V = output
-        ctx.mark_non_differentiable(p, U, V)
-        ctx.save_for_backward(A, R, p, U, V)
-        ctx.save_for_forward(A, R, p, U, V)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Context, G: Tensor | None, *_: Any) -> tuple[Tensor | None, None]:
-        if G is None:
-            return None, None
-        A, R, p, U, V = ctx.saved_tensors
-        with autocast_off(A.device):
-            return _turned(A, R, p, U, V, G, ctx.rtol), None
-
-    @staticmethod
-    def tangent(ctx: Context, saved: tuple[Tensor, ...], direction: Tensor, _: None) -> tuple[Tensor, None, None, None]:
-        A, R, p, U, V = saved
-        return _turned(A, R, p, U, V, direction, ctx.rtol), None, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], A: Tensor, rtol: float) -> tuple[tuple[Tensor, ...], Any]:
-        return applied(_Rotation, *batched(info.batch_size, in_dims[:1], (A,)), rtol), (0, 0, 0, 0)
-
-
-def _turned(A: Tensor, R: Tensor, p: Tensor, U: Tensor, V: Tensor, G: Tensor, rtol: float) -> Tensor:
-    """Return ``R W`` with ``W P + P W = R^T G - G^T R``: the derivative in the direction ``G``, and its own adjoint."""
-    if not torch.is_grad_enabled():
-        Q = U.mT @ G @ V
-        return U @ ((Q - Q.mT) * _inverse_sums(p, rtol)) @ V.mT
-    turn = R.mT @ G
-    W: Tensor = applied(_Lyapunov, symmetric(R.mT @ A), turn - turn.mT, p, V, rtol)
-    return R @ W
-
-
-@with_forward_mode
-class _Lyapunov(torch.autograd.Function):
-    """``(P, C) -> X`` with ``X P + P X = C``, by the eigenvalues ``p`` and eigenvectors ``V`` of the symmetric ``P``.
-
-    ``C`` and ``X`` are antisymmetric, which is made sure of: on the diagonal, where the smallest ``p`` may be tiny,
-    rounding noise would be divided by it.
+    Example:
+        >>> Alignment._fields
+        ('rotation', 'scale', 'translation', 'residual')
     """
 
-    @staticmethod
-    def forward(P: Tensor, C: Tensor, p: Tensor, V: Tensor, rtol: float) -> Tensor:
-        Q = V.mT @ C @ V
-        return V @ ((Q - Q.mT) * (_inverse_sums(p, rtol) / 2)) @ V.mT
+    rotation: Tensor
+    """``R`` ``(..., d, d)``, with determinant 1."""
+    scale: Tensor
+    """``(...)``; 1 where it was not asked for."""
+    translation: Tensor
+    """``t`` ``(..., d)``; 0 where it was not asked for."""
+    residual: Tensor
+    """The weighted mean of the squared distances that are left, ``(...)``."""
 
-    @staticmethod
-    def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
-        P, _, p, V, ctx.rtol = inputs
-        ctx.save_for_backward(P, p, V, output)
-        ctx.save_for_forward(P, p, V, output)
 
-    @staticmethod
-    def backward(ctx: Context, H: Tensor) -> tuple[Tensor | None, ...]:
-        P, p, V, X = ctx.saved_tensors
-        with autocast_off(P.device):
-            Y = applied(_Lyapunov, P, H, p, V, ctx.rtol)
-            return -(Y @ X.mT + X.mT @ Y), Y, None, None, None
+@overridable
+def procrustes(
+    X: Tensor, Y: Tensor, weights: Tensor | None = None, *, scale: bool = False, translation: bool = True
+) -> Alignment:
+    r"""Return the rotation, scale and translation that bring one set of points nearest to another.
 
-    @staticmethod
-    def tangent(ctx: Context, saved: tuple[Tensor, ...], dP: Tensor | None, dC: Tensor | None, *_: None) -> Tensor:
-        P, p, V, X = saved
-        change = torch.zeros_like(X) if dC is None else dC
-        if dP is not None:
-            change = change - dP @ X - X @ dP
-        dX: Tensor = applied(_Lyapunov, P, change, p, V, ctx.rtol)
-        return dX
+    .. math:: \min_{R,\, s,\, t} \; \sum_i w_i \, \| y_i - (s R x_i + t) \|^2, \quad R^T R = I, \; \det R = 1
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return applied(_Lyapunov, *batched(info.batch_size, in_dims[:4], inputs[:4]), inputs[4]), 0
+    *Gradient:* exact, with respect to the points and the weights, and differentiable again; that of the rotation is the
+    one of `nearest_rotation` at :math:`\sum_i w_i (y_i - \bar y)(x_i - \bar x)^T`, so it is bounded where the points
+    leave the rotation open.
+
+    Args:
+        X: points ``(..., n, d)``, a point in each row.
+        Y: the points ``(..., n, d)`` that they correspond to.
+        weights: ``(..., n)``, not negative; None for equal weights. Their sum does not matter.
+        scale: whether to fit a scale, for a similarity transform; otherwise it is 1.
+        translation: whether to fit a translation; otherwise it is 0.
+
+    Returns:
+        A named tuple of rotation, scale, translation and residual, in the dtype of the points and computed in float64.
+        Degenerate points have an answer, too: where all weights are zero, or all points of ``X`` or of ``Y`` are one,
+        the rotation is the identity and the scale 1; for points on a line it is one of the rotations that align the
+        lines.
+
+    Raises:
+        ArgumentError: shapes that do not fit.
+        DtypeError: points that are not real and floating.
+        NonFiniteError: points or weights hold NaN or infinity.
+
+    Reference:
+        Kabsch, Acta Cryst. A 1976; Umeyama, Least-squares estimation of transformation parameters between two point
+        patterns, TPAMI 1991.
+
+    Example:
+        >>> X = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0]])
+        >>> R = torch.tensor([[0.0, -1.0], [1.0, 0.0]])
+        >>> found = procrustes(X, 3 * X @ R.T + 1, scale=True)
+        >>> found.scale, found.translation
+        (tensor(3.), tensor([1., 1.]))
+        >>> torch.allclose(found.rotation, R, atol=1e-6)
+        True
+    """
+    for points in (X, Y):
+        check_matrix(points, "procrustes")
+    if X.shape[-2:] != Y.shape[-2:] or not X.shape[-1]:
+        raise ArgumentError(
+            f"procrustes expected two sets of corresponding points (..., n, d), got {tuple(X.shape)} and "
+            f"{tuple(Y.shape)}; pass as many points, of the same dimension, in both."
+        )
+    if weights is not None:
+        check_floating(weights, "procrustes")
+        if weights.ndim < 1 or weights.shape[-1] != X.shape[-2]:
+            raise ArgumentError(
+                f"procrustes expected weights (..., n) for {X.shape[-2]} points, got {tuple(weights.shape)}."
+            )
+    like = X if X.dtype == torch.promote_types(X.dtype, Y.dtype) else Y
+    with autocast_off(X.device):
+        wide = _aligned(widen(lift(X)), widen(lift(Y)), None if weights is None else widen(lift(weights)), scale,
+                        translation, X.shape[-1] * torch.finfo(at_least_float32(like.dtype)).eps)  # fmt: skip
+        return Alignment(*(narrow(part, like) for part in wide))
+
+
+def _aligned(X: Tensor, Y: Tensor, weights: Tensor | None, scale: bool, translation: bool, rtol: float) -> Alignment:
+    shares = torch.ones_like(X[..., 0]) if weights is None else weights
+    total = shares.sum(-1, keepdim=True)
+    shares = (shares / torch.where(total > 0, total, 1.0)).unsqueeze(-1)
+    if translation:
+        x_mean, y_mean = ((shares * points).sum(-2, keepdim=True) for points in (X, Y))
+    else:
+        x_mean, y_mean = (torch.zeros_like(points[..., :1, :]) for points in (X, Y))
+    x, y = X - x_mean, Y - y_mean
+    cross = y.mT @ (shares * x)
+    size = power_of_two_scale(cross)
+    R = rotation_factor(cross * size, rtol).R
+    if scale:
+        spread = (shares * x.square()).sum((-2, -1))
+        overlap = (R * cross).sum((-2, -1)).clamp(min=0)
+        # Where the points are one, every scale is as good.
+        is_spread = (spread > 0) & (overlap > 0)
+        s = torch.where(is_spread, overlap / torch.where(is_spread, spread, 1.0), 1.0)
+    else:
+        s = torch.ones(cross.shape[:-2], dtype=X.dtype, device=X.device)
+    turned = s[..., None, None] * x @ R.mT
+    residual = (shares * (y - turned).square()).sum((-2, -1))
+    t = (y_mean - s[..., None, None] * x_mean @ R.mT).squeeze(-2)
+    return Alignment(R, s, t.expand(*cross.shape[:-1]), residual)

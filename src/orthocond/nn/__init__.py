@@ -10,6 +10,7 @@ from orthocond.nn._fold import fold
 from orthocond.nn._norm import DecorrelatedBatchNorm1d, DecorrelatedBatchNorm2d, DecorrelatedBatchNorm3d
 from orthocond.nn._orthogonal import KINDS, is_orthogonal, orthogonal_loss, orthogonal_weight
 from orthocond.nn._pool import CovariancePool2d
+from orthocond.nn._rotation import RotationHead
 
 __all__ = [
     "KINDS",
@@ -17,6 +18,7 @@ __all__ = [
     "DecorrelatedBatchNorm1d",
     "DecorrelatedBatchNorm2d",
     "DecorrelatedBatchNorm3d",
+    "RotationHead",
     "WhiteningColoring2d",
     "convert_batchnorm",
     "fold",
