@@ -146,7 +146,7 @@ def test_bad_input():
     X = torch.zeros(4, 3)
     with pytest.raises(ArgumentError, match=r"\(4, 3\) and \(5, 3\); pass as many points"):
         procrustes(X, torch.zeros(5, 3))
-    with pytest.raises(ArgumentError, match="weights .* for 4 points, got \\(3,\\)"):
+    with pytest.raises(ArgumentError, match=r"weights .* for 4 points, got \(3,\)"):
         procrustes(X, X, torch.ones(3))
     with pytest.raises(DtypeError):
         procrustes(X, X.long())
