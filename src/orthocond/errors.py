@@ -192,6 +192,8 @@ def check_choice(value: object, choices: Iterable[str], name: str, caller: str) 
     choices = list(choices)
     if value in choices:
         return
+    if not choices:
+        raise ArgumentError(f"{caller} got an unknown {name} {value!r}; there is no {name} to choose from.")
     near = difflib.get_close_matches(str(value), choices, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ArgumentError(f"{caller} got an unknown {name} {value!r}; choose one of {', '.join(choices)}.{hint}")

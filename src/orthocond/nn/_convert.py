@@ -1,17 +1,22 @@
 """From BatchNorm to decorrelated batch norm."""
 
+import copy
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from orthocond.errors import ArgumentError, check_choice
+from orthocond.errors import ArgumentError, OrthocondWarning, check_choice
 from orthocond.nn._norm import (
     DecorrelatedBatchNorm1d,
     DecorrelatedBatchNorm2d,
     DecorrelatedBatchNorm3d,
     _DecorrelatedBatchNorm,
+    diagonal_whitening,
 )
 
 __all__ = ["convert_batchnorm"]
@@ -29,7 +34,12 @@ def convert_batchnorm(module: nn.Module, names: Iterable[str] | None = None, **o
 
     Scale and shift, momentum, running mean, the count of batches, mode, device and dtype are carried over. The running
     variance becomes a diagonal whitening matrix, so that in eval mode the converted model gives the same outputs until
-    it is trained.
+    it is trained. A checkpoint of the model with BatchNorm can be loaded into the converted model in the same way, by
+    ``load_state_dict``.
+
+    A subclass of BatchNorm is converted if it normalises and then applies its submodules one after another, such as
+    the ``BatchNormAct2d`` of timm with its dropout and activation: the new layer gets the same submodules. Whether it
+    does is tried out on random features, in both modes; a subclass that does something else is refused.
 
     Args:
         module: a model, changed in place, or a BatchNorm layer.
@@ -42,32 +52,37 @@ def convert_batchnorm(module: nn.Module, names: Iterable[str] | None = None, **o
         The model, or the new layer where ``module`` was a BatchNorm layer itself.
 
     Raises:
-        ArgumentError: a name is not that of a BatchNorm layer of the model; the message lists them.
+        ArgumentError: a name is not that of a BatchNorm layer of the model (the message lists them), or a layer can't
+            be converted; then no layer is.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8))
         >>> convert_batchnorm(model, ["1"])[1]
         DecorrelatedBatchNorm2d(8, momentum=0.1, affine=True, track_running_stats=True, eps=0.0, rtol=0.0001)
     """
-    found = {
-        name: layer for name, layer in module.named_modules(remove_duplicate=False) if type(layer) in _COUNTERPARTS
+    norms = {
+        name: layer for name, layer in module.named_modules(remove_duplicate=False) if isinstance(layer, _BatchNorm)
     }
     if isinstance(names, str):
         raise ArgumentError(f"convert_batchnorm expected a list of names, got {names!r}; pass [{names!r}].")
-    chosen = list(found) if names is None else list(names)
+    chosen = list(norms) if names is None else list(names)
     for name in chosen:
-        check_choice(name, found, "BatchNorm layer", "convert_batchnorm")
-    converted = {layer: _converted(name, layer, options) for name, layer in found.items() if name in chosen}
+        check_choice(name, norms, "BatchNorm layer", "convert_batchnorm")
+    if not chosen:
+        reason = "found no BatchNorm layer in the model" if names is None else "got an empty list of names"
+        warnings.warn(f"convert_batchnorm {reason}; nothing was converted.", OrthocondWarning, stacklevel=2)
+    converted = {layer: _converted(name, layer, options) for name, layer in norms.items() if name in chosen}
     for name in chosen:
         if not name:
-            return converted[module]
+            return converted[norms[name]]
         parent, _, child = name.rpartition(".")
-        setattr(module.get_submodule(parent), child, converted[found[name]])
+        setattr(module.get_submodule(parent), child, converted[norms[name]])
     return module
 
 
 @torch.no_grad()
 def _converted(name: str, layer: Any, options: dict[str, Any]) -> _DecorrelatedBatchNorm:
+    counterpart = _counterpart(name, layer)
     if isinstance(layer, nn.SyncBatchNorm):
         options = {"sync": True, "process_group": layer.process_group} | options
     like = next((part for part in (layer.weight, layer.running_mean) if part is not None), torch.empty(0))
@@ -79,15 +94,72 @@ def _converted(name: str, layer: Any, options: dict[str, Any]) -> _DecorrelatedB
         "dtype": like.dtype,
     }
     try:
-        new = _COUNTERPARTS[type(layer)](layer.num_features, **{**carried, **options})
+        new = counterpart(layer.num_features, **{**carried, **options})
     except ArgumentError as error:
         raise ArgumentError(f"convert_batchnorm of {name!r}: {error}") from None
     if layer.affine:
         new.weight, new.bias = layer.weight, layer.bias
+    new.batchnorm_eps = layer.eps
     if new.running_mean is not None and new.running_whitening is not None and layer.running_mean is not None:
         new.running_mean.copy_(layer.running_mean)
-        scale = (layer.running_var + layer.eps).rsqrt().view(new.groups, -1)
-        new.running_whitening.copy_(torch.diag_embed(scale))
+        new.running_whitening.copy_(diagonal_whitening(layer.running_var, layer.eps, new.groups))
         if new.num_batches_tracked is not None:
             new.num_batches_tracked.copy_(layer.num_batches_tracked)
-    return new.train(layer.training)
+    for child, submodule in layer.named_children():
+        new.add_module(child, submodule)
+    new.training = layer.training
+    return new
+
+
+def _counterpart(name: str, layer: _BatchNorm) -> type[_DecorrelatedBatchNorm]:
+    """Return the class that ``layer`` becomes, or raise for what can't be converted faithfully."""
+    kind = type(layer)
+    if kind in _COUNTERPARTS:
+        return _COUNTERPARTS[kind]
+    if isinstance(layer, LazyModuleMixin):
+        raise ArgumentError(
+            f"convert_batchnorm can't convert {name!r}: a {kind.__name__} doesn't know its number of channels yet; "
+            "call the model once, then convert it."
+        )
+    base = next((base for base in _COUNTERPARTS if isinstance(layer, base)), None)
+    reason = "its number of dimensions is unknown" if base is None else _what_it_does_besides(layer, base)
+    if base is None or reason:
+        raise ArgumentError(
+            f"convert_batchnorm can't convert {name!r}, a {kind.__name__}: {reason}; name the layers to convert "
+            "without it, or put a plain BatchNorm in its place."
+        )
+    return _COUNTERPARTS[base]
+
+
+def _what_it_does_besides(layer: _BatchNorm, base: type[nn.Module]) -> str:
+    """Return what a subclass of ``base`` does besides normalising and applying its submodules, empty for nothing."""
+    own = {name for name, _ in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False))}
+    more = sorted(own - {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"})
+    if more:
+        return f"it has parameters or buffers that BatchNorm hasn't ({', '.join(more)})"
+    sizes: dict[type[nn.Module], tuple[int, ...]] = {nn.BatchNorm1d: (), nn.BatchNorm3d: (2, 3, 3)}
+    like = next((part for part in (layer.weight, layer.running_mean) if part is not None), torch.empty(0))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, layer.num_features, *sizes.get(base, (3, 3)), generator=generator, dtype=torch.float64).to(like)
+    for training in (True, False):
+        if training and base is nn.SyncBatchNorm:  # which runs on a GPU alone
+            continue
+        tried = copy.deepcopy(layer).eval()
+        tried.training = training
+        expected = _normalised(tried, x)
+        try:
+            for submodule in tried.children():
+                expected = submodule(expected)
+            agrees = torch.allclose(tried(x.clone()), expected, rtol=1e-3, atol=1e-3)
+        except Exception as error:  # a subclass may do anything
+            return f"trying it out failed ({type(error).__name__}: {error})"
+        if not agrees:
+            mode = "training" if training else "eval"
+            return f"in {mode} mode it does something other than to normalise and to apply its submodules in order"
+    return ""
+
+
+def _normalised(layer: _BatchNorm, x: Tensor) -> Tensor:
+    uses_batch = layer.training or layer.running_mean is None
+    mean, variance = (None, None) if uses_batch else (layer.running_mean, layer.running_var)
+    return nn.functional.batch_norm(x, mean, variance, layer.weight, layer.bias, uses_batch, 0.0, layer.eps)

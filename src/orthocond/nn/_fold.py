@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections import Counter
+from collections import Counter, OrderedDict
 from typing import Any, TypeVar
 
 import torch
@@ -56,7 +56,7 @@ def fold(module: M) -> M:
         if parametrize.is_parametrized(layer):
             _leave_weights(layer)
     if isinstance(folded, _DecorrelatedBatchNorm):
-        return _as_layer(folded) if folded.track_running_stats else folded  # type: ignore[return-value]
+        return _followed(_as_layer(folded), folded) if folded.track_running_stats else folded  # type: ignore[return-value]
     in_front = _layers_in_front(folded)
     for name, layer in list(folded.named_modules(remove_duplicate=False)):
         if not isinstance(layer, _DecorrelatedBatchNorm) or not layer.track_running_stats:
@@ -67,6 +67,7 @@ def fold(module: M) -> M:
             replacement: nn.Module = nn.Identity()
         else:
             replacement = _as_layer(layer)
+        replacement = _followed(replacement, layer)
         replacement._forward_hooks, replacement._forward_pre_hooks = layer._forward_hooks, layer._forward_pre_hooks
         setattr(folded.get_submodule(parent), child, replacement)
     return folded.eval()
@@ -181,6 +182,12 @@ def _as_layer(norm: _DecorrelatedBatchNorm) -> nn.Module:
     layer.weight = nn.Parameter(dense.view_as(layer.weight))
     layer.bias = nn.Parameter(bias.flatten())
     return layer.eval()
+
+
+def _followed(replacement: nn.Module, norm: _DecorrelatedBatchNorm) -> nn.Module:
+    """Return what takes the norm's place, with the modules behind it that the norm had inside."""
+    inside = dict(norm.named_children())
+    return nn.Sequential(OrderedDict({"map": replacement, **inside})).eval() if inside else replacement
 
 
 class _Pointwise(nn.Module):

@@ -29,6 +29,9 @@ class _DecorrelatedBatchNorm(MetaLayer):
     _dimensions: tuple[int, ...]
     _layout: str
 
+    batchnorm_eps: float = 1e-5
+    """What a BatchNorm adds to its running variance, for loading its state: torch's default, or the converted one's."""
+
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     running_mean: Tensor | None
@@ -97,7 +100,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name that BatchNorm has)
-        """Return ``input`` ``(N, C, *)`` whitened."""
+        """Return ``input`` ``(N, C, *)`` whitened, and through the modules that were added to the layer, if any."""
         x = input
         self._check_input(x)
         self._last_ndim = x.ndim
@@ -106,7 +109,10 @@ class _DecorrelatedBatchNorm(MetaLayer):
             y = self._forward(
                 x.to(dtype), *(None if part is None else part.to(dtype) for part in (self.weight, self.bias))
             )
-            return narrow(y, x)
+            y = narrow(y, x)
+        for module in self._modules.values():  # an activation, say: what a converted norm had inside
+            y = module(y)  # type: ignore[misc]
+        return y
 
     def _forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
         if not self.training and self.running_mean is not None and self.running_whitening is not None:
@@ -133,6 +139,16 @@ class _DecorrelatedBatchNorm(MetaLayer):
         return whiten(
             x, gamma, beta, groups=self.groups, root=self._inverse_root, process_group=self.process_group, sync=True
         )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load a state of BatchNorm as well: its running variance gives a diagonal whitening matrix."""
+        variance = state_dict.pop(prefix + "running_var", None) if self.track_running_stats else None
+        if variance is not None and prefix + "running_whitening" not in state_dict:
+            whitening = diagonal_whitening(variance, self.batchnorm_eps, self.groups)
+            state_dict[prefix + "running_whitening"] = whitening
+            if self.num_batches_tracked is not None:  # which old states of BatchNorm haven't
+                state_dict.setdefault(prefix + "num_batches_tracked", torch.zeros_like(self.num_batches_tracked))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def eval_map(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Return weight ``(groups, c, c)`` and bias ``(groups, c)`` of the linear map that the layer is in eval."""
@@ -193,6 +209,11 @@ class _DecorrelatedBatchNorm(MetaLayer):
             if getattr(self, name) != default:
                 text += f", {name}={getattr(self, name)}"
         return text
+
+
+def diagonal_whitening(variance: Tensor, eps: float, groups: int) -> Tensor:
+    """Return the whitening matrices ``(groups, c, c)`` that do what BatchNorm does with a running variance ``(C,)``."""
+    return torch.diag_embed((variance + eps).rsqrt().view(groups, -1))
 
 
 _DOC = """Whitens {what} by the covariance of its channels over the batch, ZCA, with BatchNorm's habits.
