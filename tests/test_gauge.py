@@ -504,6 +504,7 @@ def test_threshold_one_acts_at_every_step_and_only_the_trace_rule_lets_the_weigh
     assert norms["weight"] == pytest.approx(1, rel=1e-2)
 
 
+@pytest.mark.filterwarnings("ignore:.*samples in training for:orthocond.errors.OrthocondWarning")
 @pytest.mark.parametrize("batch", [2, 4, 9, 12, 20])
 def test_a_tiny_batch_is_not_taken_for_ill_conditioned(batch):
     torch.manual_seed(0)

@@ -55,7 +55,7 @@ class ArgumentError(OrthocondError, ValueError):
 
 
 class DtypeError(OrthocondError, TypeError):
-    """A tensor has a dtype that the function can't work with.
+    """A tensor has a dtype that the function can't work with, or the argument is no tensor.
 
     Example:
         >>> from orthocond.linalg import covariance
@@ -120,12 +120,20 @@ class OrthocondWarning(UserWarning):
     """
 
 
-def check_floating(A: Tensor, caller: str) -> None:
-    """Raise `DtypeError` unless ``A`` is real and floating.
+def check_floating(A: object, caller: str) -> None:
+    """Raise `DtypeError` unless ``A`` is a tensor, real and floating.
 
     Example:
-        >>> check_floating(torch.ones(3), "my_function")
+        >>> try:
+        ...     check_floating([1.0, 2.0], "my_function")
+        ... except DtypeError as error:
+        ...     print(error)
+        my_function expected a tensor, got list; convert it, e.g. torch.as_tensor(A).
     """
+    if not isinstance(A, Tensor):
+        kind = type(A)
+        name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+        raise DtypeError(f"{caller} expected a tensor, got {name}; convert it, e.g. torch.as_tensor(A).")
     if not A.is_floating_point():
         raise DtypeError(f"{caller} expected a real floating tensor, got {A.dtype}; convert it, e.g. A.float().")
 

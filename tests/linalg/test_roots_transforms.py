@@ -73,15 +73,25 @@ def test_compile_without_a_graph_break(solver, rtol):
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_compile_of_the_pair_with_changing_eps(solver):
+    """Each eps gets its own value, and from the second on all share one graph."""
+    torch.compiler.reset()  # what other tests compiled of the same functions counts towards the limit
+    num_graphs = []
+
+    def counting(graph, example_inputs):
+        num_graphs[-1] += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, example_inputs)
+
     compiled = torch.compile(
-        lambda A, eps: torch.cat(matrix_sqrth_pair(A, solver=solver, eps=eps)), fullgraph=True, backend="aot_eager"
+        lambda A, eps: torch.cat(matrix_sqrth_pair(A, solver=solver, eps=eps)), fullgraph=True, backend=counting
     )
     A = matrices("spread 1e2", 4)
-    for eps in (0.1, 0.2, 0.3):
+    for eps in (0.1, 0.2, 0.3, 0.4, 0.5):
+        num_graphs.append(0)
         leaf, copy = A.clone().requires_grad_(), A.clone().requires_grad_()
         compiled(leaf, eps).sum().backward()
         torch.cat(matrix_sqrth_pair(copy, solver=solver, eps=eps)).sum().backward()
         assert torch.allclose(leaf.grad, copy.grad, rtol=1e-4)
+    assert num_graphs[2:] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

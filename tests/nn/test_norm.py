@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
 
-from orthocond.errors import ArgumentError, NonFiniteError
+from orthocond.errors import ArgumentError, DtypeError, NonFiniteError, OrthocondWarning
 from orthocond.linalg import SOLVERS, covariance
 from orthocond.nn import DecorrelatedBatchNorm1d, DecorrelatedBatchNorm2d, DecorrelatedBatchNorm3d
 
@@ -121,6 +122,32 @@ def test_hooks_that_copy_what_is_saved_change_nothing(shift):
         found.append((leaf.grad, layer.weight.grad))
     for one, two in zip(*found, strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_runs_it_as_often_as_batchnorm(use_reentrant, solver):
+    x, g = correlated(6, 4, 5, 5), noise(6, 4, 5, 5)
+    layer, batchnorm, gradients = DecorrelatedBatchNorm2d(4, solver=solver), nn.BatchNorm2d(4), []
+    for run in (layer, batchnorm, DecorrelatedBatchNorm2d(4, solver=solver)):
+        leaf = x.clone().requires_grad_()
+        model = lambda x, run=run: torch.sin(run(1.5 * x))
+        y = checkpoint(model, leaf, use_reentrant=use_reentrant) if len(gradients) < 2 else model(leaf)
+        y.backward(g)
+        gradients.append(leaf.grad)
+    assert torch.equal(gradients[0], gradients[2])
+    assert layer.num_batches_tracked <= batchnorm.num_batches_tracked == 2
+
+
+def test_a_batch_too_small_for_full_rank_is_said_once():
+    layer = DecorrelatedBatchNorm2d(8)
+    with pytest.warns(OrthocondWarning, match="8 samples in training for the 8 channels: .* rank 7 at most"):
+        layer(noise(2, 8, 2, 2))
+    layer(noise(2, 8, 2, 1))  # said already
+    DecorrelatedBatchNorm2d(8)(noise(1, 8, 3, 3))
+    DecorrelatedBatchNorm2d(8).eval()(noise(2, 8, 2, 2))
+    with pytest.warns(OrthocondWarning, match="4 channels of each of the 2 groups"):
+        DecorrelatedBatchNorm2d(8, groups=2)(noise(1, 8, 2, 2))
 
 
 def test_torch_func():
@@ -338,7 +365,7 @@ def test_repr_says_what_it_is():
     ],
 )
 def test_bad_input(make, message):
-    with pytest.raises(ArgumentError, match=message) as caught:
+    with pytest.raises((ArgumentError, DtypeError), match=message) as caught:
         make()
     assert "DecorrelatedBatchNorm" in str(caught.value)
 

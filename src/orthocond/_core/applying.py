@@ -7,15 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-try:
-    from torch._functorch.utils import unwrap_dead_wrappers
-except ImportError:  # a private name, of another version of torch: then the public way it is
-    unwrap_dead_wrappers = None  # type: ignore[assignment]
-try:
-    from torch.autograd.forward_ad import _set_fwd_grad_enabled as set_forward_mode
-except ImportError:
-    set_forward_mode = None  # type: ignore[assignment, misc]
-
+from orthocond._core import private
 from orthocond.errors import GradientError
 
 __all__ = ["applied", "changeable", "is_plain", "with_forward_mode"]
@@ -25,7 +17,7 @@ F = TypeVar("F", bound=type[torch.autograd.Function])
 
 def is_plain() -> bool:
     """Return whether operations just run: no compiler, no tracer and no transform of `torch.func` looks on."""
-    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing())
+    return not (torch.compiler.is_compiling() or private.transforms_are_active() or private.is_tracing())
 
 
 def changeable(y: Tensor) -> Tensor:
@@ -38,7 +30,7 @@ def changeable(y: Tensor) -> Tensor:
 
 def _is_plain_inference() -> bool:
     """Return whether operations just run and no derivative, backward or forward, can be asked for."""
-    return is_plain() and not torch.is_grad_enabled() and forward_ad._current_level < 0
+    return is_plain() and not torch.is_grad_enabled() and not private.forward_mode_is_on()
 
 
 def with_forward_mode(function: F) -> F:
@@ -62,9 +54,9 @@ def with_forward_mode(function: F) -> F:
 
 
 def _forward_mode_on() -> AbstractContextManager[object]:
-    if set_forward_mode is not None:
-        return set_forward_mode(True)
-    if torch._C._are_functorch_transforms_active():
+    if private.set_forward_mode is not None:
+        return private.set_forward_mode(True)
+    if private.transforms_are_active():
         raise GradientError(
             "this version of torch can't nest forward derivatives; use torch.func.jacrev, or torch.autograd.forward_ad."
         )
@@ -80,8 +72,9 @@ def applied(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     if torch.compiler.is_compiling():
         return function.apply(*inputs)
     function = getattr(function, "_with_jvp", function)
-    if unwrap_dead_wrappers is None or not is_plain():
+    if private.unwrap_dead_wrappers is None or not is_plain():
         return function.apply(*inputs)
+    inputs = private.unwrap_dead_wrappers(inputs)
     if _is_plain_inference():
-        return function.forward(*unwrap_dead_wrappers(inputs))
-    return super(torch.autograd.Function, function).apply(*unwrap_dead_wrappers(inputs))  # type: ignore[misc]  # C code
+        return function.forward(*inputs)
+    return super(torch.autograd.Function, function).apply(*inputs)  # type: ignore[misc]  # C code

@@ -18,6 +18,7 @@ __all__ = ["meta_layer_behind"]
 
 # What moves numbers and changes none; what else a trace shows of them, it shows without their shapes.
 _PASSING_METHODS = {"contiguous", "clone", "to", "type", "float", "double", "half", "bfloat16"}
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _PASSING_NODES = {"Alias", "Clone", "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Transpose",
                   "Permute"}  # fmt: skip
 
@@ -142,7 +143,7 @@ def _by_example(model: nn.Module, name: str, layer: nn.Module, example_input: An
         handles.append(layer.register_forward_hook(after))
         handles.append(meta.register_forward_pre_hook(before, with_kwargs=True))
         for module in model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):  # in eval it leaves no trace
+            if isinstance(module, _DROPOUTS):  # in eval it leaves no trace
                 handles.append(module.register_forward_pre_hook(lambda _, args: dropped.add(args[0].grad_fn)))
         output = call(model, example_input)
     if len(made) != 1 or len(reached) != 1:

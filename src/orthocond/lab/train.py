@@ -311,7 +311,7 @@ class _Run:
     def check_weights(self) -> None:
         """Raise `DivergedError` unless all weights are finite."""
         weights = [value.detach() for value in self.network.parameters()]
-        if not all(math.isfinite(norm) for norm in torch.stack(torch._foreach_norm(weights)).tolist()):
+        if not math.isfinite(nn.utils.get_total_norm(weights)):
             raise self._diverged(self.step, "a weight became NaN or infinite")
 
     def save(self) -> None:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Split", "first_differences", "root_values", "second_derivative", "split"]
+__all__ = ["Split", "first_differences", "root_values", "second_derivative", "shifted", "split"]
 
 # Eigenvalues below this have an l^(-3/2), the size of the inverse root's gradient, that is near overflow.
 _SMALLEST = 1e-190
@@ -53,19 +53,26 @@ def split(eigenvalues: Tensor, eps: float, rtol: float | None, floor: Tensor | N
     noise = None if floor is None else torch.where(floor > eps, floor.to(eigenvalues), -torch.inf).unsqueeze(-1)
     if rtol is None and noise is not None:
         kept = eigenvalues > noise
-        shifted = (eigenvalues.clamp(min=-eps / 2) + eps).clamp_(min=_SMALLEST)
-        return Split(eigenvalues, torch.where(kept, shifted, 1.0).sqrt(), kept, noise)
+        raised = shifted(eigenvalues, eps).clamp_(min=_SMALLEST)
+        return Split(eigenvalues, torch.where(kept, raised, 1.0).sqrt(), kept, noise)
     if rtol is None:
         # Below zero is rounding noise of a matrix that should be positive semi-definite: where eps outweighs it, it
         # counts like everything else, and where it doesn't, it may at most halve eps.
-        shifted = eigenvalues.clamp(min=-eps / 2).add_(eps)
-        roots = (shifted if eps > 2 * _SMALLEST else shifted.clamp_(min=_SMALLEST)).sqrt_()
+        raised = shifted(eigenvalues, eps)
+        roots = (raised if eps > 2 * _SMALLEST else raised.clamp_(min=_SMALLEST)).sqrt_()
         return Split(eigenvalues, roots, None, None)
     if is_known and _all_kept(eigenvalues, rtol, noise):
         return Split(eigenvalues, (eigenvalues + eps if eps else eigenvalues).sqrt(), None, None)  # the same, for less
     cutoff = _cutoff(eigenvalues, rtol, noise)
     kept = eigenvalues > cutoff
     return Split(eigenvalues, torch.where(kept, eigenvalues + eps, 1.0).sqrt(), kept, cutoff)
+
+
+def shifted(eigenvalues: Tensor, eps: float) -> Tensor:
+    """Return ``max(l, -eps / 2) + eps``: what is below zero may at most halve ``eps``."""
+    if torch.compiler.is_compiling():  # a bound of clamp is a constant of the graph: each eps would compile anew
+        return (eigenvalues + eps / 2).clamp(min=0.0) + eps / 2
+    return eigenvalues.clamp(min=-eps / 2).add_(eps)
 
 
 def _all_kept(eigenvalues: Tensor, rtol: float, noise: Tensor | None) -> bool:

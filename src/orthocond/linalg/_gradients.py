@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from orthocond._core.registry import Entry, frozen
-from orthocond.linalg._differences import Split, first_differences, root_values
+from orthocond.linalg._differences import Split, first_differences, root_values, shifted
 
 __all__ = ["GRADIENTS", "GradientRule", "differences"]
 
@@ -36,7 +36,7 @@ def differences(rule: GradientRule, options: dict[str, int | float], parts: Spli
     if rule.kernel is None:
         return first_differences(parts, power)
     f = root_values(parts, power)
-    K = rule.kernel(parts.eigenvalues.clamp(min=-eps / 2) + eps, **options)
+    K = rule.kernel(shifted(parts.eigenvalues, eps), **options)
     F = K * f.unsqueeze(-1) + K.mT * f.unsqueeze(-2)
     slope = power * f / parts.roots.square()
     F = F + torch.diag_embed(slope - F.diagonal(dim1=-2, dim2=-1))

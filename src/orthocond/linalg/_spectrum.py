@@ -8,6 +8,7 @@ from torch import Tensor
 from orthocond._core.precision import at_least_float32, widen
 from orthocond.errors import check_nonnegative, check_square
 from orthocond.linalg._decompose import decompose
+from orthocond.linalg._differences import shifted
 from orthocond.linalg._eigen import symmetric
 from orthocond.linalg._roots import default_rtol
 
@@ -96,13 +97,13 @@ def spectrum_of(eigenvalues: Tensor, *, eps: float, rtol: float, floor: Tensor |
     smallest_kept = torch.where(kept, l, torch.inf).amin(-1)
     rank = kept.sum(-1)
     size = l.abs()
-    shifted = l.clamp(min=-eps / 2) + eps
+    raised = shifted(l, eps)
     return Spectrum(
         l,
         rank,
         _ratio(size.amax(-1), size.amin(-1)),
         torch.where(rank > 0, largest / smallest_kept, 1.0),
-        _ratio(shifted.amax(-1), shifted.amin(-1)),
+        _ratio(raised.amax(-1), raised.amin(-1)),
         _gap(l),
     )
 

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from orthocond._core import private
+
 __all__ = ["eigh"]
 
 _LARGEST = 128
@@ -51,8 +53,8 @@ def _is_plain(A: Tensor) -> bool:
     return (
         A.device.type == "cpu"
         and type(A) is Tensor
-        and not torch._C._functorch.is_functorch_wrapped_tensor(A)
-        and not torch._C._len_torch_dispatch_stack()
+        and not private.is_transformed(A)
+        and not private.num_dispatch_modes()
         and not torch.is_inference_mode_enabled()
     )
 

@@ -10,6 +10,7 @@ from orthocond.nn._fold import fold
 from orthocond.nn._norm import DecorrelatedBatchNorm1d, DecorrelatedBatchNorm2d, DecorrelatedBatchNorm3d
 from orthocond.nn._orthogonal import KINDS, is_orthogonal, orthogonal_loss, orthogonal_weight
 from orthocond.nn._pool import CovariancePool2d
+from orthocond.nn._renew import renew_statistics
 from orthocond.nn._rotation import RotationHead
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "is_orthogonal",
     "orthogonal_loss",
     "orthogonal_weight",
+    "renew_statistics",
     "whiten_color",
 ]

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from orthocond._core.applying import changeable
 from orthocond._core.precision import autocast_off, lift, narrow
-from orthocond.errors import ArgumentError
+from orthocond.errors import ArgumentError, check_floating
 from orthocond.linalg import covariance
 from orthocond.nn._meta import MetaLayer
 
@@ -54,6 +54,8 @@ class WhiteningColoring2d(MetaLayer):
 
     def forward(self, content: Tensor, style: Tensor) -> Tensor:
         """Return the content's features with the style's mean and covariance."""
+        for features in (content, style):
+            check_floating(features, "WhiteningColoring2d")
         fits = content.ndim == style.ndim == 4 and content.shape[1] == style.shape[1]
         if not fits or style.shape[0] not in (1, content.shape[0]):
             raise ArgumentError(

@@ -1,6 +1,7 @@
 """Decorrelated batch normalisation: ZCA whitening with BatchNorm's signature, semantics and habits."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,11 +9,12 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from orthocond._core import private
 from orthocond._core.applying import changeable
 from orthocond._core.compiling import uncompiled
 from orthocond._core.precision import at_least_float32, autocast_off, narrow
 from orthocond._core.registry import resolve
-from orthocond.errors import ArgumentError
+from orthocond.errors import ArgumentError, OrthocondWarning, check_floating
 from orthocond.linalg._roots import SOLVERS
 from orthocond.nn._features import features
 from orthocond.nn._meta import MetaLayer
@@ -28,6 +30,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
     _version = 1
     _dimensions: tuple[int, ...]
     _layout: str
+    _has_warned = False
 
     batchnorm_eps: float = 1e-5
     """What a BatchNorm adds to its running variance, for loading its state: torch's default, or the converted one's."""
@@ -119,12 +122,15 @@ class _DecorrelatedBatchNorm(MetaLayer):
             weight, bias = self.eval_map(x.dtype)
             return changeable(features(x, self.groups).map(weight, bias).tensor())
         try:
+            num_samples = x.shape[0] * math.prod(x.shape[2:])
             if self._is_synchronised():
+                self._check_rank(num_samples * torch.distributed.get_world_size(self.process_group))
                 y, statistics = self._whiten_together(x, gamma, beta)
             else:
-                check_num_samples(x.shape[0] * math.prod(x.shape[2:]), x.shape)
+                check_num_samples(num_samples, x.shape)
+                self._check_rank(num_samples)
                 # Tracing wants plain operations: the function has a graph of its own inside.
-                traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+                traced = torch.compiler.is_compiling() or private.transforms_are_active()
                 whitened: Callable[..., tuple[Tensor, Statistics]] = whiten_by_autograd if traced else whiten
                 y, statistics = whitened(x, gamma, beta, groups=self.groups, root=self._inverse_root)
         except ArgumentError as error:
@@ -189,10 +195,25 @@ class _DecorrelatedBatchNorm(MetaLayer):
         self.running_mean.lerp_(statistics.mean.flatten().to(self.running_mean), momentum)
         self.running_whitening.lerp_(statistics.whitening.to(self.running_whitening), momentum)
 
+    def _check_rank(self, num_samples: int) -> None:
+        """Warn, once, of a training batch with too few samples for its covariance to have full rank."""
+        size = self.num_features // self.groups
+        if num_samples > size or self._has_warned or not self.training or torch.compiler.is_compiling():
+            return
+        self._has_warned = True
+        of_each = f" of each of the {self.groups} groups" if self.groups > 1 else ""
+        warnings.warn(
+            f"{type(self).__name__}({self.num_features}) got {num_samples} samples in training for the {size} channels"
+            f"{of_each}: such a covariance has rank {num_samples - 1} at most, so every batch is whitened in a "
+            "different subspace, and eval mode, which averages over them, gives other outputs than training. Use a "
+            "larger batch, or more groups.",
+            OrthocondWarning,
+            stacklevel=2,
+        )
+
     def _check_input(self, x: Tensor) -> None:
         caller = type(self).__name__
-        if not x.is_floating_point():
-            raise ArgumentError(f"{caller} expected a floating tensor, got {x.dtype}; convert it, e.g. x.float().")
+        check_floating(x, caller)
         if x.ndim not in self._dimensions or x.shape[1] != self.num_features:
             raise ArgumentError(
                 f"{caller} expected input {self._layout} with C={self.num_features}, got {tuple(x.shape)}; "

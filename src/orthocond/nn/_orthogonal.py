@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
+from orthocond._core import private
 from orthocond._core.applying import is_plain
 from orthocond._core.layout import kernel_matrix, matrix_kernel
 from orthocond._core.precision import autocast_off, lift, narrow
@@ -200,7 +200,7 @@ def _is_ordinary(W: Tensor) -> bool:
     """Return whether values are all there is to a tensor: no tangent, and nothing records what is done to it."""
     if not is_plain() or type(W) not in (Tensor, nn.Parameter) or W.is_meta:
         return False
-    return not torch._C._len_torch_dispatch_stack() and forward_ad._current_level < 0
+    return not private.num_dispatch_modes() and not private.forward_mode_is_on()
 
 
 def _is_same(found: Tensor, known: Tensor) -> bool:

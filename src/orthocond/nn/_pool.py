@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from orthocond._core.precision import lift, narrow
-from orthocond.errors import ArgumentError
+from orthocond.errors import ArgumentError, check_floating
 from orthocond.linalg import covariance
 from orthocond.nn._meta import MetaLayer
 
@@ -59,6 +59,7 @@ class CovariancePool2d(MetaLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the descriptors of ``x`` ``(B, C, H, W)``."""
+        check_floating(x, "CovariancePool2d")
         if x.ndim != 4:
             raise ArgumentError(f"CovariancePool2d expected input (B, C, H, W), got {tuple(x.shape)}; pass features.")
         P = covariance(lift(x.flatten(2)))  # a half type would overflow where its features don't

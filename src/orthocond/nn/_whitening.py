@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from orthocond._core.precision import autocast_off
 from orthocond.errors import ArgumentError, GradientError
@@ -105,7 +106,7 @@ class _Whiten(torch.autograd.Function):
         samples, mean, is_centred, P, num_samples = _moments(features(x, groups), process_group, sync)
         # The root's own graph on the small matrices: whatever solver and gradient rule it has.
         wanted = any(ctx.needs_input_grad[:3]) and not torch.is_inference_mode_enabled()
-        with torch.set_grad_enabled(wanted):
+        with torch.set_grad_enabled(wanted), _kept_as_it_is():
             leaf = P.detach().requires_grad_(wanted)
             S, eigenvalues = root(leaf)
         whitening = S.detach()
@@ -202,6 +203,19 @@ def _moments(samples: Features, process_group: Any, sync: bool) -> tuple[Feature
     if sync:
         (second,) = summed([second], process_group)
     return samples, mean, is_centred, second / num_samples, num_samples
+
+
+def _kept_as_it_is() -> saved_tensors_hooks:
+    """Return a context in which no hook from outside gets what is saved for the gradient.
+
+    A graph within a graph is differentiated by a call of its own, for which activation checkpointing would run the
+    layer once more. The matrices in it are small.
+    """
+    return saved_tensors_hooks(_same, _same)
+
+
+def _same(saved: Tensor) -> Tensor:
+    return saved
 
 
 def _times(matrices: Tensor, vectors: Tensor) -> Tensor:

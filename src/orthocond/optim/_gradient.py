@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from orthocond._core.layout import kernel_matrix, matrix_kernel
+from orthocond.errors import check_floating
 from orthocond.linalg import nearest_orthogonal
 
 __all__ = ["nearest_orthogonal_gradient"]
@@ -42,6 +43,7 @@ def nearest_orthogonal_gradient(
         tensor([[ 1.,  0.],
                 [ 0., -1.]])
     """
+    check_floating(parameter, "nearest_orthogonal_gradient")
     if parameter.grad is None:
         return None
     matrix = kernel_matrix(parameter.grad.detach(), groups=groups, transposed=transposed)

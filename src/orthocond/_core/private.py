@@ -1,0 +1,87 @@
+"""What the library uses of torch's private names: each is looked up here, once, and has a public way without it.
+
+Another version of torch may lack one. The answers without it are the careful ones (a transform may be active, a mode
+may look on), with which a slower public way is taken; the results are the same.
+
+>>> transforms_are_active()
+False
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+__all__ = [
+    "NAMES",
+    "forward_mode_is_on",
+    "is_tracing",
+    "is_transformed",
+    "num_dispatch_modes",
+    "set_forward_mode",
+    "transforms_are_active",
+    "tree_map_only",
+    "unwrap_dead_wrappers",
+]
+
+
+def _mapped(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return nested tuples, lists and dicts with the function applied to everything of a kind."""
+    if isinstance(tree, kind):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: _mapped(kind, function, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_mapped(kind, function, value) for value in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(_mapped(kind, function, value) for value in tree)
+    return tree
+
+
+NAMES: Mapping[str, tuple[str, Any]] = MappingProxyType(
+    {
+        "transforms_are_active": ("torch._C._are_functorch_transforms_active", lambda: True),
+        "is_transformed": ("torch._C._functorch.is_functorch_wrapped_tensor", lambda _: True),
+        "num_dispatch_modes": ("torch._C._len_torch_dispatch_stack", lambda: 1),
+        "is_tracing": ("torch._C._is_tracing", lambda: torch.jit.is_tracing()),  # type: ignore[attr-defined]  # public, all the same
+        "unwrap_dead_wrappers": ("torch._functorch.utils.unwrap_dead_wrappers", None),
+        "set_forward_mode": ("torch.autograd.forward_ad._set_fwd_grad_enabled", None),
+        "tree_map_only": ("torch.utils._pytree.tree_map_only", _mapped),
+    }
+)
+"""By the name that it has here: torch's name, and what takes its place where torch has no such name."""
+
+
+def _looked_up(name: str) -> Any:
+    path, otherwise = NAMES[name]
+    place, _, attribute = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(place), attribute)
+    except (ImportError, AttributeError):
+        return otherwise
+
+
+transforms_are_active: Callable[[], bool] = _looked_up("transforms_are_active")
+"""Return whether a transform of `torch.func` may be active."""
+is_transformed: Callable[[Tensor], bool] = _looked_up("is_transformed")
+"""Return whether a tensor may be one of a transform of `torch.func`."""
+num_dispatch_modes: Callable[[], int] = _looked_up("num_dispatch_modes")
+"""Return how many modes may look on at each operation."""
+is_tracing: Callable[[], bool] = _looked_up("is_tracing")
+"""Return whether `torch.jit.trace` looks on."""
+unwrap_dead_wrappers: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = _looked_up("unwrap_dead_wrappers")
+"""Return tensors without what ended transforms left around them; None: only ``Function.apply`` can."""
+set_forward_mode: Callable[[bool], AbstractContextManager[object]] | None = _looked_up("set_forward_mode")
+"""Return a context with forward mode on or off; None: there is no such thing."""
+tree_map_only: Callable[[type, Callable[[Any], Any], Any], Any] = _looked_up("tree_map_only")
+"""Return nested containers with a function applied to everything of a kind."""
+
+
+def forward_mode_is_on() -> bool:
+    """Return whether forward derivatives may be asked for: a level of `torch.autograd.forward_ad` is open."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
