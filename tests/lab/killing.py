@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from orthocond.lab import worker
 from orthocond.lab.compare import LocalEngine, compare, plan
 from orthocond.lab.presets import preset
-from orthocond.lab.runs import read_records
+from orthocond.lab.records import read_records
 
 COMMAND = [sys.executable, "-m", "orthocond", "train"]
 SETTINGS = [
@@ -89,6 +90,29 @@ def _flat(value, name=""):
 
 def _same(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+
+
+class InProcess:
+    """An engine whose runs happen in this process, one after the other: no imports to wait for."""
+
+    slots = 1
+
+    def __init__(self, jobs):
+        pass
+
+    def start(self, run):
+        return _Done(worker.run(run.config.to_json(), str(run.folder)) or "")
+
+
+class _Done:
+    def __init__(self, problem):
+        self.problem = problem
+
+    def poll(self):
+        return self.problem
+
+    def stop(self):
+        pass
 
 
 class KillingEngine(LocalEngine):

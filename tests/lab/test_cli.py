@@ -134,6 +134,21 @@ def test_a_terminal_gets_a_progress_bar(tmp_path):
     assert b"cond" in shown
 
 
+@pytest.mark.parametrize("command", ["compare", "report", "bench"])
+def test_ctrl_c_is_told_how_to_go_on(tmp_path, command_line, monkeypatch, command):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("orthocond.lab.cli.compare", interrupted)
+    monkeypatch.setattr("orthocond.lab.report.command.write_report", interrupted)
+    monkeypatch.setattr("orthocond.lab.bench.run.run", interrupted)
+    arguments = {"compare": ["dbn-digits", "--out", tmp_path], "report": [tmp_path], "bench": []}[command]
+    done = command_line(command, *arguments)
+    assert done.returncode == 130
+    assert done.stderr.startswith("orthocond: stopped; the same command goes on from the last checkpoint")
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
 def test_the_demonstration_in_short(tmp_path, command_line):
     done = command_line("demo", "--seeds", "1", "--out", tmp_path, "--methods", "svd,bn")
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,8 @@ from orthocond.lab import compare as module
 from orthocond.lab.compare import LocalEngine, RayEngine, compare, plan, summary
 from orthocond.lab.config import changed
 from orthocond.lab.presets import preset
-from orthocond.lab.runs import RunError, read_records
+from orthocond.lab.records import read_records
+from orthocond.lab.runs import RunError
 
 from killing import KillingEngine, faults
 

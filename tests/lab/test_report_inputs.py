@@ -1,5 +1,7 @@
 """What a report makes of runs that are not as they should be."""
 
+import csv
+import io
 import json
 import math
 import os
@@ -108,7 +110,7 @@ def test_a_half_written_line_is_left_out_and_a_damaged_one_is_named(tmp_path):
     (section,) = read_report([sweep]).sections
     assert section.rows[0].error == whole.rows[0].error
     assert section.experiment.metrics["svd", "0"].num_steps == 149
-    assert section.experiment.notes == ["svd, seed 0: 1 lines of metrics.jsonl can't be read and are left out."]
+    assert section.experiment.notes == ["svd, seed 0: line 4 of metrics.jsonl is damaged and left out."]
 
 
 def test_damaged_and_whole_files_are_read_alike(tmp_path):
@@ -117,7 +119,7 @@ def test_damaged_and_whole_files_are_read_alike(tmp_path):
     with (run / "metrics.jsonl").open("a") as file:
         file.write("no JSON\n")
     slow = read_report([run]).sections[0].experiment.metrics["svd+olr", "0"]
-    assert slow.num_unreadable == 1
+    assert slow.records.damaged == (157,)
     assert (slow.epochs, slow.num_steps, slow.num_switched) == (whole.epochs, whole.num_steps, whole.num_switched)
     for name, curve in whole.curves.items():
         np.testing.assert_array_equal(slow.curves[name], curve)
@@ -141,7 +143,7 @@ def test_values_that_do_not_belong_are_no_values(tmp_path):
     (run / "times.jsonl").write_text('{"step": 20, "steps": 0, "seconds": 1}\n{"steps": "x"}\n7\n')
     (section,) = read_report([run]).sections
     assert section.experiment.metrics["svd", "0"].num_steps == 151
-    assert section.rows[0].num_diverged == 1  # its last epoch has no error that is a number
+    assert section.rows[0].num_lost == 1  # what can't be read may be later epochs
     for kind in FORMATS:
         write_report([run], tmp_path / "report", format=kind)
 
@@ -259,6 +261,30 @@ def test_hostile_names_are_text(tmp_path, kind):
     if kind == "latex":
         assert text.isascii()
         assert r"\textless{}/script\textgreater{}" in text
+
+
+@pytest.mark.parametrize("first", ["=", "+", "-", "@", "\t", "\r"])
+def test_no_cell_is_a_formula(tmp_path, first):
+    name = f"{first}HYPERLINK(1)"
+    make_run(tmp_path / "runs", name, preset=name)
+    text = write_report([tmp_path / "runs"], tmp_path / "report.csv", format="csv").read_bytes().decode()
+    (row,) = csv.DictReader(io.StringIO(text, newline=""))
+    assert [row[column][0] for column in ("experiment", "preset", "method")] == ["'"] * 3
+    assert float(row["error_mean"]) > 0
+
+
+def test_half_of_a_surrogate_pair_is_drawn_as_a_question_mark(tmp_path):
+    make_run(tmp_path / "runs/0", "svd\ud800", 0, preset="\udfff")
+    write_report([tmp_path / "runs"], tmp_path / "report.html", figures=tmp_path / "figures")
+    assert "svd?" in (tmp_path / "figures/1---cond.svg").read_text()
+
+
+def test_a_number_too_large_for_a_float(tmp_path):
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "step", "step": 151, "loss": 10**400}) + "\n" + "no JSON\n")
+    for kind in FORMATS:
+        write_report([run], tmp_path / "report", format=kind)
 
 
 def test_figures_are_png_and_svg(tmp_path, command_line):

@@ -17,7 +17,8 @@ from orthocond.lab.config import changed
 from orthocond.lab.display import Silent
 from orthocond.lab.methods import ALL, method_list
 from orthocond.lab.presets import preset
-from orthocond.lab.runs import DivergedError, RunError, read_records, read_status
+from orthocond.lab.records import read_records
+from orthocond.lab.runs import DivergedError, RunError, read_status
 from orthocond.lab.train import learning_rate_factor, train
 
 from killing import differences, finish, killed_and_resumed, start

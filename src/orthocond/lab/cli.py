@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperGroup
 
 import orthocond
 from orthocond.diagnosis.script import PASSES, run_script
@@ -34,11 +35,25 @@ from orthocond.lab.methods import ALL, DEMO, PAPER, method, method_list
 from orthocond.lab.presets import PRESETS, preset
 from orthocond.lab.report import write_report
 from orthocond.lab.report.command import report
-from orthocond.lab.runs import DivergedError, read_config
+from orthocond.lab.runs import DivergedError, stored_config
 
 __all__ = ["app", "main"]
 
+
+class _Stopped(Exception):  # noqa: N818
+    """Ctrl-C, in a form that Typer, which ends the process without a word on KeyboardInterrupt, hands on."""
+
+
+class _Commands(TyperGroup):
+    def invoke(self, context: Any) -> Any:
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt:
+            raise _Stopped from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Experiments with covariances that stay well conditioned.",
     epilog="Begin with: orthocond demo",
     no_args_is_help=True,
@@ -104,6 +119,9 @@ def train_command(
         Path | None, typer.Option(help="Folder of the run; unset: runs/PRESET/METHOD/seed-SEED.", show_default=False)
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the folder, if there is one.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Start over: move the run in the folder to FOLDER.old-1 first.")
+    ] = False,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings; flags come before it.")] = None,
 ) -> None:
     """Train a network; every setting of the preset can be changed by a flag."""
@@ -112,10 +130,12 @@ def train_command(
     given = {**(from_toml(config) if config is not None else {}), **settings}
     chosen = changed(preset(preset_name), given)
     folder = out or folder_of(Path("runs") / chosen.preset, chosen)
-    if resume and (folder / "config.json").exists():
-        stored = read_config(folder)
+    if resume and restart:
+        raise ArgumentError("train takes --resume, which continues a run, or --restart, which starts over, not both.")
+    stored = stored_config(folder) if resume or restart else None
+    if stored is not None:
         chosen = changed(dataclasses.replace(stored, preset=chosen.preset), given)
-    outcome = train(chosen, folder, resume=resume, display=display())
+    outcome = train(chosen, folder, resume=resume, restart=restart, display=display())
     if not is_first_process():
         return
     console = Console(soft_wrap=True, highlight=False, markup=False)
@@ -273,6 +293,9 @@ def carry_out(runs: list[Run], engine: Engine) -> None:
         "Validation error in percent, mean ± standard deviation over seeds; condition number of the covariance on its "
         "support, median over steps and seeds."
     )
+    for run in runs:
+        if run.is_finished and (note := run.result()["note"]):
+            print(note, file=sys.stderr)
     if failed:
         print(f"{len(failed)} of {len(runs)} runs failed:", file=sys.stderr)
         for run in failed:
@@ -301,7 +324,7 @@ def main() -> None:
         if is_first_process():
             print(f"orthocond: {error}", file=sys.stderr)
         sys.exit(1 if isinstance(error, DivergedError) else 2)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, _Stopped):
         if is_first_process():
             print(
                 "orthocond: stopped; the same command goes on from the last checkpoint (train: --resume)",

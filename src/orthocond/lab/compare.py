@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -20,7 +21,8 @@ from rich.table import Table
 from orthocond.errors import ArgumentError
 from orthocond.lab.config import Config
 from orthocond.lab.display import number
-from orthocond.lab.runs import RunError, check_same_run, command, read_records, read_status
+from orthocond.lab.records import lines_text, read_steps
+from orthocond.lab.runs import RunError, check_same_run, command, read_config, read_status
 
 __all__ = ["ENGINES", "Engine", "Handle", "LocalEngine", "RayEngine", "Run", "compare", "plan", "summary"]
 
@@ -35,6 +37,8 @@ class Run:
     folder: Path
     tries: int = 0
     problem: str | None = None
+    has_config: bool = True
+    """False if ``config.json`` can't be read, so that the run has to look after it first."""
     _result: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -50,15 +54,25 @@ class Run:
     @property
     def is_finished(self) -> bool:
         """Whether nothing is left to do."""
-        return self.status.get("state") == "finished"
+        return self.has_config and self.status.get("state") == "finished"
 
     def result(self) -> dict[str, Any]:
-        """Return the last validation error and the median condition number of a finished run."""
+        """Return the last validation error and the median condition number of a finished run, and what is to be noted.
+
+        A number that can't be known is None.
+        """
         if not self._result:
-            errors = [record["val_error"] for record in read_records(self.folder, "epoch") if "val_error" in record]
-            conds = [record["cond_support"] for record in read_records(self.folder, "step")]
-            known = [value for value in conds if value is not None]
-            self._result = {"error": errors[-1], "cond": statistics.median(known) if known else None}
+            records = read_steps(self.folder, ("cond_support",))
+            error, conds = records.last_error(self.status), records.steps["cond_support"]
+            known = conds[~np.isnan(conds)]
+            notes = [lines_text(records.damaged)] if records.damaged else []
+            if error is None:
+                notes.append("its error can't be known, because metrics.jsonl is not as the run wrote it")
+            self._result = {
+                "error": error,
+                "cond": float(np.median(known)) if known.size else None,
+                "note": f"{self.name}: {'; '.join(notes)} ({self.folder})." if notes else "",
+            }
         return self._result
 
 
@@ -103,7 +117,7 @@ class _Process:
         self._log = run.folder / "log.txt"
         try:
             run.folder.mkdir(parents=True, exist_ok=True)
-            log = self._log.open("a")
+            log = self._log.open("ab")
         except OSError as error:
             raise RunError(f"can't write to {run.folder} ({error.strerror}); choose another folder by --out.") from None
         with log:
@@ -120,7 +134,7 @@ class _Process:
         if code is None:
             return None
         self._process.communicate()
-        said = self._log.read_text(errors="replace").strip().splitlines()
+        said = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         if code == 0:
             return ""
         return f"killed by signal {-code}" if code < 0 else (said or [f"exit code {code}"])[-1]
@@ -219,8 +233,15 @@ def compare(runs: Sequence[Run], engine: Engine, console: Console) -> list[Run]:
         RunError: a folder holds a run of another configuration.
     """
     for run in runs:
-        if (run.folder / "config.json").exists():
-            check_same_run(run.folder, run.config)
+        if os.path.lexists(run.folder / "config.json"):
+            try:
+                stored = read_config(run.folder)
+            except RunError:  # the run itself restores it from a checkpoint, or says that it can't
+                run.has_config = False
+            else:
+                check_same_run(run.folder, stored, run.config)
+        elif run.is_finished:
+            run.has_config = False
     waiting = [run for run in runs if not run.is_finished]
     running: list[tuple[Run, Handle]] = []
     began = time.monotonic()
@@ -238,7 +259,11 @@ def compare(runs: Sequence[Run], engine: Engine, console: Console) -> list[Run]:
                 while waiting and len(running) < engine.slots:
                     run = waiting.pop(0)
                     run.tries, run.problem = run.tries + 1, None
-                    running.append((run, engine.start(run)))
+                    try:
+                        running.append((run, engine.start(run)))
+                    except RunError as error:
+                        run.problem, run.tries = str(error), _TRIES
+                        show(run)
                 time.sleep(0.2)
                 for entry in list(running):
                     run, handle = entry
@@ -246,6 +271,7 @@ def compare(runs: Sequence[Run], engine: Engine, console: Console) -> list[Run]:
                     if problem is None:
                         continue
                     running.remove(entry)
+                    run.has_config = run.has_config or not problem
                     if problem or not run.is_finished:
                         run.problem = problem or "it ended without a result"
                         if run.tries < _TRIES:
@@ -265,7 +291,7 @@ def summary(runs: Sequence[Run], caption: str = "") -> Table:
     for name in dict.fromkeys(run.config.method for run in runs):
         own = [run for run in runs if run.config.method == name]
         results = [run.result() for run in own if run.is_finished]
-        errors = [result["error"] for result in results]
+        errors = [result["error"] for result in results if result["error"] is not None]
         conds = [result["cond"] for result in results if result["cond"] is not None]
         failed = sum(run.problem is not None and run.tries >= _TRIES and not run.is_finished for run in own)
         table.add_row(
@@ -295,8 +321,8 @@ def mean_and_std(values: Sequence[float]) -> str:
 def _fraction_done(runs: Sequence[Run]) -> float:
     fractions = []
     for run in runs:
-        status = run.status
-        fractions.append(status["step"] / status["total_steps"] if status.get("total_steps") else 0.0)
+        step, total = (run.status.get(name, 0) for name in ("step", "total_steps"))
+        fractions.append(min(step / total, 1.0) if total else 0.0)
     return statistics.fmean(fractions)
 
 
@@ -309,7 +335,8 @@ def _shown(table: Callable[[], Table], console: Console) -> Iterator[Callable[[R
         return
 
     def line(run: Run) -> None:
-        said = f"failed: {run.problem}" if run.problem else f"error {run.result()['error']:.2f}%"
+        error = None if run.problem else run.result()["error"]
+        said = f"failed: {run.problem}" if run.problem else "no error" if error is None else f"error {error:.2f}%"
         console.print(f"{run.name}: {said}", highlight=False, markup=False, soft_wrap=True)
 
     yield line

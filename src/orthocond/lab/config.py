@@ -18,7 +18,19 @@ from orthocond.linalg import GRADIENTS
 from orthocond.nn import KINDS
 from orthocond.optim import RULES
 
-__all__ = ["PLACE", "PRECISIONS", "SCHEDULES", "Config", "changed", "from_json", "from_toml", "parsed"]
+__all__ = [
+    "PLACE",
+    "PRECISIONS",
+    "SCHEDULES",
+    "Config",
+    "changed",
+    "difference",
+    "flags",
+    "from_json",
+    "from_settings",
+    "from_toml",
+    "parsed",
+]
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 SCHEDULES = {
@@ -168,7 +180,7 @@ def from_toml(file: Path) -> dict[str, Any]:
         ArgumentError: it can't be read, or is no TOML.
     """
     try:
-        return tomllib.loads(file.read_text())
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"can't read the configuration {file}: {error}.") from None
     except tomllib.TOMLDecodeError as error:
@@ -182,11 +194,51 @@ def from_json(text: str) -> Config:
         ArgumentError: it is damaged, or of another version of orthocond.
     """
     try:
-        settings = dict(json.loads(text))
-        preset = str(settings.pop("preset"))
-    except (ValueError, TypeError, KeyError):
-        raise ArgumentError("config.json is damaged; start the run anew in another folder.") from None
-    return changed(Config(preset), settings)
+        return from_settings(json.loads(text))
+    except (ValueError, RecursionError):
+        raise ArgumentError("the configuration is damaged: it is no JSON; restore it from a copy.") from None
+
+
+def from_settings(settings: Any) -> Config:
+    """Return the configuration with these settings, as `dataclasses.asdict` returns them.
+
+    Raises:
+        ArgumentError: it is something else than settings, or of another version of orthocond.
+    """
+    if not isinstance(settings, dict) or not isinstance(settings.get("preset"), str):
+        raise ArgumentError("the configuration is damaged: it names no preset; restore it from a copy.")
+    return changed(Config(settings["preset"]), {name: value for name, value in settings.items() if name != "preset"})
+
+
+def difference(stored: Config, config: Config) -> str | None:
+    """Return how a run's configuration differs from another, apart from where it happens; None if it doesn't.
+
+    Example:
+        >>> difference(Config("mine", epochs=3, threads=2), Config("mine", epochs=5))
+        'epochs 3, not 5'
+    """
+    for field in dataclasses.fields(Config):
+        before, now = getattr(stored, field.name), getattr(config, field.name)
+        if before != now and field.name not in PLACE:
+            return f"{field.name} {before}, not {now}"
+    return None
+
+
+def flags(config: Config, base: Config) -> list[str]:
+    """Return the command line's flags that turn ``base`` into ``config``, apart from where it happens.
+
+    Example:
+        >>> flags(Config("mine", epochs=3, flip=False, milestones=(1, 2)), Config("mine"))
+        ['--flip', 'false', '--epochs', '3', '--milestones', '1,2']
+    """
+    words = []
+    for field in dataclasses.fields(Config):
+        value = getattr(config, field.name)
+        if value == getattr(base, field.name) or field.name == "preset" or field.name in PLACE - {"data"}:
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        words += [f"--{field.name.replace('_', '-')}", text.lower() if value in (None, True, False) else text]
+    return words
 
 
 def parsed(name: str, value: Any) -> Any:

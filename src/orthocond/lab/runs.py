@@ -2,22 +2,20 @@
 
 ``config.json``, ``environment.json``, ``status.json``, ``metrics.jsonl`` (the same, byte for byte, however often it was
 killed and resumed), ``times.jsonl`` (how long the steps took), ``checkpoint.pt`` and ``checkpoint.previous.pt``,
-``checkpoint.json`` (their checksums), TensorBoard's events, ``run.lock``.
+TensorBoard's events, ``run.lock``. Whatever is found in a folder may be damaged: nothing there is emptied or
+overwritten before it is known that no run is lost by it.
 """
 
-import dataclasses
-import fcntl
-import hashlib
-import io
+import errno
 import json
+import math
 import os
 import platform
 import shlex
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -26,10 +24,23 @@ from typing import Any, Self
 import torch
 
 import orthocond
-from orthocond.errors import OrthocondError
-from orthocond.lab.config import PLACE, Config, from_json
+from orthocond.errors import ArgumentError, OrthocondError
+from orthocond.lab.checkpoints import (
+    CHECKPOINTS,
+    LINES,
+    config_in,
+    usable_checkpoints,
+    whole_checkpoints,
+    write_checkpoint,
+)
+from orthocond.lab.config import Config, difference, flags, from_json
+from orthocond.lab.files import as_json, read_object, replace, write_synced
+from orthocond.lab.lock import Lock, is_held
+from orthocond.lab.presets import PRESETS
+from orthocond.lab.records import last_step
 
 __all__ = [
+    "STATES",
     "DivergedError",
     "RunError",
     "RunFolder",
@@ -37,12 +48,13 @@ __all__ = [
     "environment",
     "is_alive",
     "read_config",
-    "read_records",
     "read_status",
+    "start_over_command",
+    "stored_config",
 ]
 
-_CHECKPOINTS = ("checkpoint.pt", "checkpoint.previous.pt")
-_LINES = ("metrics.jsonl", "times.jsonl")
+STATES = ("running", "finished", "interrupted", "failed")
+"""What a run may say of itself."""
 
 
 class RunError(OrthocondError):
@@ -50,10 +62,10 @@ class RunError(OrthocondError):
 
     Example:
         >>> try:
-        ...     RunFolder("/dev/null/runs")
+        ...     RunFolder(f"{__file__}/run")
         ... except RunError as error:
-        ...     print(error)
-        can't write to /dev/null/runs (Not a directory); choose another folder by --out.
+        ...     print(str(error).partition("; ")[2])
+        choose another folder by --out.
     """
 
 
@@ -83,16 +95,13 @@ class RunFolder:
         self._seconds_before = 0.0
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / "run.lock").open("a+")
-        except OSError as error:
-            raise RunError(f"can't write to {self.path} ({error.strerror}); choose another folder by --out.") from None
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
+            self._lock = Lock(self.path / "run.lock")
+        except BlockingIOError:
             raise RunError(
                 f"a run in {self.path} is going on in another process; wait for it, or choose another folder by --out."
             ) from None
+        except OSError as error:
+            raise RunError(f"can't write to {self.path} ({error.strerror}); choose another folder by --out.") from None
 
     def __enter__(self) -> Self:
         return self
@@ -108,15 +117,49 @@ class RunFolder:
 
     @property
     def holds_a_run(self) -> bool:
-        """Whether a run was begun here."""
-        return (self.path / "config.json").exists()
+        """Whether a run was begun here, even if some of its files are gone; no file that matters is in a new folder."""
+        if any(os.path.lexists(self.path / name) for name in ("config.json", "status.json", *CHECKPOINTS)):
+            return True
+        return any(_is_more_than_an_empty_file(self.path / name) for name in LINES)
 
     def begin(self, config: Config, about: dict[str, Any]) -> None:
         """Write what a new run is and where it runs."""
-        for name in _LINES:
+        for name in LINES:
             self._write(name, b"")
-        self._write("environment.json", _json(about))
+        self._write("environment.json", as_json(about))
         self._write("config.json", config.to_json().encode())  # the last: with it the folder holds a run
+
+    def config(self) -> Config | None:
+        """Return the configuration of the run that is here, or None if it can't be read.
+
+        If ``config.json`` is lost or damaged, it is restored from a checkpoint.
+        """
+        stored = stored_config(self.path)
+        try:
+            read_config(self.path)
+        except RunError as error:
+            if stored is not None:
+                self._write("config.json", stored.to_json().encode())
+                self.warnings.append(f"{str(error).rstrip('.')}; it is restored from a checkpoint")
+        return stored
+
+    def set_aside(self) -> Path | None:
+        """Move what is here into a folder beside this one and return that; None if there is nothing to move."""
+        files = sorted(file for file in self.path.iterdir() if file.name not in ("run.lock", "log.txt"))
+        if not files:
+            return None
+        taken = {file.name for file in self.path.parent.iterdir()}
+        count = next(n for n in range(1, len(taken) + 2) if f"{self.path.name}.old-{n}" not in taken)
+        aside = self.path.with_name(f"{self.path.name}.old-{count}")
+        try:
+            aside.mkdir()
+            for file in files:
+                replace(file, aside / file.name)
+        except OSError as error:
+            raise RunError(
+                f"can't move {self.path} to {aside} ({error.strerror}); choose another folder by --out."
+            ) from None
+        return aside
 
     def append(self, name: str, records: Iterable[dict[str, Any]]) -> None:
         """Add lines to ``metrics.jsonl`` or ``times.jsonl``, all in one write."""
@@ -124,32 +167,43 @@ class RunFolder:
         try:
             with (self.path / name).open("ab", buffering=0) as file:
                 if file.write(data) != len(data):
-                    raise OSError(28, "No space left on device")
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise self._unwritable(name, error) from None
 
     def sizes(self) -> dict[str, int]:
         """Return how long the files of lines are, for `cut`; so much of them is on the disk for good."""
         sizes = {}
-        for name in _LINES:
-            with (self.path / name).open("rb") as file:
-                os.fsync(file.fileno())
-                sizes[name] = os.fstat(file.fileno()).st_size
+        for name in LINES:
+            try:
+                with (self.path / name).open("ab") as file:
+                    os.fsync(file.fileno())
+                    sizes[name] = os.fstat(file.fileno()).st_size
+            except OSError as error:
+                raise self._unwritable(name, error) from None
         return sizes
 
     def cut(self, sizes: dict[str, int]) -> None:
-        """Cut the files of lines back to what they were at a checkpoint.
+        """Cut the files of lines back to what they were at a checkpoint; times that are lost stay so, with a warning.
 
         Raises:
-            RunError: one of them is shorter than that.
+            RunError: ``metrics.jsonl`` is shorter than that.
         """
-        for name, size in sizes.items():
-            file = self.path / name
-            if not file.exists() or file.stat().st_size < size:
-                raise RunError(
-                    f"{file} is shorter than it was at the checkpoint; start the run anew in another folder by --out."
-                )
-            os.truncate(file, size)
+        for name in LINES:  # not in sizes, which comes from a file
+            file, size = self.path / name, sizes[name]
+            try:
+                with file.open("ab") as stream:
+                    before = os.fstat(stream.fileno()).st_size
+                    if before < size and name == "metrics.jsonl":
+                        raise RunError(
+                            f"{file} is shorter than it was at the checkpoint; restore it from a copy, or choose "
+                            "another folder by --out."
+                        )
+                    if before < size:
+                        self.warnings.append(f"{file} has lost lines: the times before are not known")
+                    stream.truncate(min(size, before))
+            except OSError as error:
+                raise self._unwritable(name, error) from None
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
         """Write a checkpoint, whole or not at all; the one before it is kept.
@@ -157,136 +211,149 @@ class RunFolder:
         Raises:
             RunError: it can't be written; the checkpoints that are there stay.
         """
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        data = buffer.getbuffer()
-        newest, previous = (self.path / name for name in _CHECKPOINTS)
-        partial = self.path / "checkpoint.partial"
         try:
-            _write_synced(partial, data)
-            sums = self._checksums()
-            if len(sums) > 20:  # so often it died here, or saved: only those of files that are there matter
-                sums = [_checksum(file) for file in (previous, newest) if file.exists()]
-            # Known before it is in place: whenever this process dies, the files that are there have their sums here.
-            self._write("checkpoint.json", _json([*sums, hashlib.sha256(data).hexdigest()]))
-            if newest.exists() and self._is_whole(newest):
-                os.replace(newest, previous)
-            os.replace(partial, newest)
-            _sync_folder(self.path)
+            write_checkpoint(self.path, state)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise self._unwritable("a checkpoint", error) from None
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """Return the newest checkpoint that is whole, or None; a damaged one is named in ``warnings``."""
-        for name in _CHECKPOINTS:
-            file = self.path / name
-            if not file.exists():
-                continue
-            if self._is_whole(file):
-                state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-                return state
-            self.warnings.append(f"{file} is damaged and is not used")
-        return None
+        return next((state for _, state in whole_checkpoints(self.path, self.warnings)), None)
 
-    def set_status(self, state: str, *, step: int, total_steps: int, epoch: int, error: str | None = None) -> None:
-        """Write how far the run is: ``running``, ``finished``, ``interrupted`` or ``failed``."""
+    def checkpoints(self, config: Config, total_steps: int) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Yield the checkpoints from which this run can go on, the newest first; the others are in ``warnings``."""
+        return usable_checkpoints(self.path, config, total_steps, self.warnings)
+
+    def had_checkpoint(self, steps_per_epoch: int) -> bool:
+        """Return whether a checkpoint was ever written here; there is one after the first epoch at the latest."""
+        if any(os.path.lexists(self.path / name) for name in CHECKPOINTS):
+            return True
+        status = read_status(self.path)
+        saved = status.get("state") in ("running", "finished") and status.get("step", 0) > 0
+        return saved or last_step(self.path) > steps_per_epoch or not _is_file_or_nothing(self.path / "metrics.jsonl")
+
+    def set_status(
+        self,
+        state: str,
+        *,
+        step: int,
+        total_steps: int,
+        epoch: int,
+        error: str | None = None,
+        val_error: float | None = None,
+    ) -> None:
+        """Write how far the run is: one of `STATES`, and the validation error of a finished one."""
         seconds = self._seconds_before + time.monotonic() - self._started
-        self._write(
-            "status.json",
-            _json(
-                {
-                    "state": state,
-                    "step": step,
-                    "total_steps": total_steps,
-                    "epoch": epoch,
-                    "error": error,
-                    "updated": datetime.now(UTC).isoformat(timespec="seconds"),
-                    "seconds": round(seconds, 3),
-                }
-            ),
-        )
+        status = {
+            "state": state,
+            "step": step,
+            "total_steps": total_steps,
+            "epoch": epoch,
+            "error": error,
+            "updated": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": round(seconds, 3),
+        }
+        self._write("status.json", as_json(status if val_error is None else {**status, "val_error": val_error}))
 
     def count_seconds_from(self, seconds: float) -> None:
         """Let the time that the run took before count."""
         self._seconds_before = seconds
 
-    def _checksums(self) -> list[str]:
-        try:
-            return [str(value) for value in json.loads((self.path / "checkpoint.json").read_text())]
-        except (OSError, ValueError, TypeError):
-            return []
-
-    def _is_whole(self, file: Path) -> bool:
-        return _checksum(file) in self._checksums()
-
     def _write(self, name: str, data: bytes) -> None:
         """Write a file, whole or not at all."""
         partial = self.path / f"{name}.partial"
         try:
-            _write_synced(partial, data)
-            os.replace(partial, self.path / name)
+            write_synced(partial, data)
+            replace(partial, self.path / name)
         except OSError as error:
             raise self._unwritable(name, error) from None
 
     def _unwritable(self, what: str, error: OSError) -> RunError:
+        is_full = error.errno in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
+        remedy = "make room" if is_full else "put that right"
         return RunError(
-            f"can't write {what} to {self.path} ({error.strerror}); what was written before is intact: make room, and "
+            f"can't write {what} to {self.path} ({error.strerror}); what was written before is intact: {remedy}, and "
             "continue by --resume."
         )
 
 
 def is_alive(path: Path | str) -> bool:
-    """Return whether another process is running in the folder of a run; it is only asked, nothing is held."""
-    wanted = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    try:
-        with (Path(path) / "run.lock").open("rb") as lock:
-            found = fcntl.fcntl(lock, fcntl.F_GETLK, wanted)
-    except OSError:
-        return False
-    return bool(struct.unpack("hhqqi", found)[0] != fcntl.F_UNLCK)
+    """Return whether a process is running in the folder of a run; it is only asked, nothing is held."""
+    return is_held(Path(path) / "run.lock")
 
 
-def check_same_run(path: Path | str, config: Config) -> None:
+def check_same_run(path: Path | str, stored: Config, config: Config) -> None:
     """Raise `RunError` unless the run in a folder has the same configuration, apart from where it happens."""
-    stored = read_config(path)
-    for field in dataclasses.fields(Config):
-        before, now = getattr(stored, field.name), getattr(config, field.name)
-        if before != now and field.name not in PLACE:
-            raise RunError(
-                f"the run in {path} was begun with {field.name} {before}, not {now}; go on as it was, or choose "
-                "another folder by --out."
-            )
+    differs = difference(stored, config)
+    if differs is not None:
+        raise RunError(
+            f"the run in {path} was begun with {differs}; go on as it was, or choose another folder by --out."
+        )
 
 
 def read_config(path: Path | str) -> Config:
-    """Return the configuration of a run."""
+    """Return the configuration of a run.
+
+    Raises:
+        RunError: it is missing or damaged.
+    """
     file = Path(path) / "config.json"
     try:
-        return from_json(file.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f"can't read {file}: {error}.") from None
+        return from_json(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RunError(f"can't read {file} ({error.strerror}).") from None
+    except UnicodeDecodeError:
+        raise RunError(f"can't read {file} (it is no text).") from None
+    except ArgumentError as error:
+        raise RunError(f"can't read {file} ({str(error).rstrip('.')}).") from None
+
+
+def stored_config(path: Path | str) -> Config | None:
+    """Return the configuration of a run from ``config.json`` or else a checkpoint; None if neither can be read."""
+    try:
+        return read_config(path)
+    except RunError:
+        return config_in(Path(path))
 
 
 def read_status(path: Path | str) -> dict[str, Any]:
-    """Return what `RunFolder.set_status` wrote; empty where there is nothing."""
+    """Return what `RunFolder.set_status` wrote, without what is not as it would write it; empty where there is nothing.
+
+    ``state`` is one of `STATES`; ``step``, ``total_steps`` and ``epoch`` are whole numbers, ``seconds`` and
+    ``val_error`` finite numbers, none of them negative; ``error`` and ``updated`` are text.
+    """
     try:
-        return dict(json.loads((Path(path) / "status.json").read_text()))
-    except (OSError, ValueError, TypeError):
+        status = read_object(Path(path) / "status.json")
+    except (OSError, ValueError):
         return {}
+    return {name: value for name, value in status.items() if name in _IS_STATUS and _IS_STATUS[name](value)}
 
 
-def read_records(path: Path | str, kind: str) -> list[dict[str, Any]]:
-    """Return the whole lines of ``metrics.jsonl`` of a kind, ``"step"`` or ``"epoch"``."""
-    records = []
-    for line in (Path(path) / "metrics.jsonl").read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:  # half written: the last of a run that was killed
-            break
-        if record.get("kind") == kind:
-            records.append(record)
-    return records
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_amount(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_IS_STATUS = {
+    "state": lambda value: value in STATES,
+    **dict.fromkeys(("step", "total_steps", "epoch"), _is_count),
+    **dict.fromkeys(("seconds", "val_error"), _is_amount),
+    **dict.fromkeys(("error", "updated"), _is_text),
+}
+
+
+def start_over_command(config: Config, path: Path | str) -> str:
+    """Return the command that sets the run in a folder aside and begins it again."""
+    base = PRESETS[config.preset].config if config.preset in PRESETS else Config(config.preset)
+    words = ["orthocond", "train", config.preset, *flags(config, base), "--restart", "--out", str(path)]
+    return shlex.join(words)
 
 
 def environment(*, device: str, world_size: int) -> dict[str, Any]:
@@ -337,26 +404,9 @@ def _processor() -> str:
         return platform.processor()
 
 
-def _checksum(file: Path) -> str:
-    with file.open("rb") as data:
-        return hashlib.file_digest(data, "sha256").hexdigest()
+def _is_file_or_nothing(path: Path) -> bool:
+    return path.is_file() or not os.path.lexists(path)
 
 
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
-
-
-def _write_synced(file: Path, data: bytes | memoryview) -> None:
-    with file.open("wb", buffering=0) as stream:
-        view = memoryview(data)
-        while view:
-            view = view[stream.write(view) :]
-        os.fsync(stream.fileno())
+def _is_more_than_an_empty_file(path: Path) -> bool:
+    return os.path.lexists(path) and not (path.is_file() and path.stat().st_size == 0)

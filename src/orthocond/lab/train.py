@@ -30,14 +30,15 @@ from orthocond.lab.data import Data, Part, load_data
 from orthocond.lab.display import Display, Silent
 from orthocond.lab.methods import method
 from orthocond.lab.models import build
+from orthocond.lab.records import last_step, lines_text, read_steps
 from orthocond.lab.runs import (
     DivergedError,
     RunError,
     RunFolder,
     check_same_run,
     environment,
-    read_records,
     read_status,
+    start_over_command,
 )
 from orthocond.treatments import LastStep, Treatment
 
@@ -63,7 +64,9 @@ class Outcome:
     """In percent, of the last validation."""
 
 
-def train(config: Config, out: Path | str, *, resume: bool = False, display: Display | None = None) -> Outcome:
+def train(
+    config: Config, out: Path | str, *, resume: bool = False, restart: bool = False, display: Display | None = None
+) -> Outcome:
     """Train as a configuration says, in a folder of its own.
 
     Under several devices or nodes this is called in every process; Fabric starts those of this machine itself.
@@ -72,11 +75,12 @@ def train(config: Config, out: Path | str, *, resume: bool = False, display: Dis
         config: what to run.
         out: the folder of the run.
         resume: continue the run that is there; a run that is finished stays as it is.
+        restart: move the run that is there into a folder beside it, and begin anew.
         display: is told what happens.
 
     Raises:
         ArgumentError: the data is missing, or is not what the configuration says.
-        RunError: the folder can't be used: not writable, in use, of another run, full.
+        RunError: the folder can't be used: not writable, in use, of another run, full, damaged beyond repair.
         DivergedError: the loss became NaN.
 
     Example:
@@ -93,7 +97,8 @@ def train(config: Config, out: Path | str, *, resume: bool = False, display: Dis
         torch.set_num_threads(config.threads)
     fabric = _fabric(config)
     try:
-        return _train(fabric, config, Path(out), resume, display if display and fabric.is_global_zero else Silent())
+        shown = display if display and fabric.is_global_zero else Silent()
+        return _train(fabric, config, Path(out), resume, restart, shown)
     finally:
         if fabric.world_size > 1:
             # Its threads have to end before the interpreter does, and they do when nothing holds the group any more.
@@ -102,20 +107,24 @@ def train(config: Config, out: Path | str, *, resume: bool = False, display: Dis
             torch.distributed.destroy_process_group()
 
 
-def _train(fabric: Fabric, config: Config, out: Path, resume: bool, display: Display) -> Outcome:
+def _train(fabric: Fabric, config: Config, out: Path, resume: bool, restart: bool, display: Display) -> Outcome:
     data = load_data(config)
     if config.batch_size % fabric.world_size:
         raise ArgumentError(
             f"a batch of {config.batch_size} can't be divided among {fabric.world_size} processes; change --batch-size."
         )
-    with _opened(fabric, config, out, resume) as folder, _stop_signals() as stop_asked:
+    with _opened(fabric, config, out, resume, restart, display) as folder, _stop_signals() as stop_asked:
         run = _Run(fabric, config, data, folder, display)
         if folder is not None:
             if folder.holds_a_run:
                 folder.count_seconds_from(float(read_status(out).get("seconds", 0)))
             else:
                 folder.begin(config, environment(device=str(fabric.device), world_size=fabric.world_size))
-        run.restore()
+        if run.says_finished():
+            run.step = run.total_steps
+            run.note_warnings("the run is finished")
+        else:
+            run.restore()
         if run.step >= run.total_steps:
             if folder is not None and read_status(out).get("state") != "finished":  # killed just before it said so
                 run.set_status("finished")
@@ -343,19 +352,62 @@ class _Run:
         )
         self.set_status("running")
 
-    def restore(self) -> None:
-        """Go back to the last checkpoint, if there is one."""
-        state = None
+    def says_finished(self) -> bool:
+        """Return whether the run that is there says that it is finished: then nothing is done, whatever is missing."""
+        finished = False
         if self.folder is not None:
-            state = self.folder.load_checkpoint()
-            for warning in self.folder.warnings:
-                self.display.note(
-                    f"{warning}; " + (f"going on from step {state['step']}" if state else "starting anew")
-                )
-            self.folder.cut(state["sizes"] if state else {"metrics.jsonl": 0, "times.jsonl": 0})
-        state = self.fabric.broadcast(state)
-        if state is None:
+            status = read_status(self.folder.path)
+            finished = status.get("state") == "finished" and status.get("step") == self.total_steps
+        return bool(self.fabric.broadcast(finished))
+
+    def restore(self) -> None:
+        """Go back to the newest checkpoint that can be used, or to the beginning if none was ever written.
+
+        Raises:
+            RunError: none of the checkpoints that were written can be used; nothing is changed.
+        """
+        states = iter(()) if self.folder is None else self.folder.checkpoints(self.config, self.total_steps)
+        while True:
+            file, state = self.fabric.broadcast(next(states, (None, None)))
+            if state is None:
+                break
+            try:
+                self.load(state)
+            except Exception as error:  # what somebody made up can fail in any way
+                if self.folder is not None:
+                    reason = " ".join(str(error).split())[:200]
+                    self.folder.warnings.append(f"{file} can't be loaded ({reason}) and is not used")
+                continue
+            if self.folder is not None:
+                self.folder.cut(state["sizes"])
+            self.step = state["step"]
+            self.note_warnings(f"going on from step {self.step}")
             return
+        problem = None if self.folder is None else self.restore_without(self.folder)
+        if (problem := self.fabric.broadcast(problem)) is not None:
+            raise RunError(problem)
+        self.step = self.fabric.broadcast(self.step)
+        self.note_warnings("its checkpoints are gone" if self.step else "beginning anew")
+
+    def restore_without(self, folder: RunFolder) -> str | None:
+        """Go on without a checkpoint, if no run is lost by it; otherwise return why not, and what to do."""
+        if (
+            read_status(folder.path).get("state", "finished") == "finished"
+            and last_step(folder.path) == self.total_steps
+        ):
+            self.step = self.total_steps  # a finished run that has lost its checkpoints, and what it said of itself
+            return None
+        if folder.had_checkpoint(self.steps_per_epoch):
+            reasons = "; ".join(folder.warnings) or "they are gone"
+            return (
+                f"no checkpoint in {folder.path} can be used ({reasons}), and nothing was changed; restore them from a "
+                f"copy, or start over by: {start_over_command(self.config, folder.path)}"
+            )
+        folder.cut({"metrics.jsonl": 0, "times.jsonl": 0})
+        return None
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what a checkpoint holds."""
         self.network.load_state_dict(state["model"])
         self.sgd.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
@@ -364,23 +416,42 @@ class _Run:
         self.fabric.strategy.precision.load_state_dict(state["precision"])
         if self.fabric.is_global_zero:
             self.totals.copy_(state["totals"])
-        self.step = state["step"]
         states = state["random"]["torch"]
         torch.set_rng_state(states[min(self.part.rank, len(states) - 1)].clone())  # torch takes no view
         _set_random_state(state["random"])
 
+    def note_warnings(self, consequence: str) -> None:
+        """Say what is wrong in the folder, and what follows from it."""
+        for warning in self.folder.warnings if self.folder is not None else ():
+            self.display.note(f"{warning}; {consequence}")
+
     def set_status(self, state: str, error: str | None = None) -> None:
         """Write how far the run is."""
-        if self.folder is not None:
-            epoch = math.ceil(self.step / self.steps_per_epoch)
-            self.folder.set_status(state, step=self.step, total_steps=self.total_steps, epoch=epoch, error=error)
+        if self.folder is None:
+            return
+        epoch = math.ceil(self.step / self.steps_per_epoch)
+        result = None
+        if state == "finished":
+            result = read_steps(self.folder.path).last_error({"state": state, "total_steps": self.total_steps})
+        self.folder.set_status(
+            state, step=self.step, total_steps=self.total_steps, epoch=epoch, error=error, val_error=result
+        )
 
     def outcome(self, state: str) -> Outcome:
         """Return how the run ended."""
-        errors = [] if self.folder is None else read_records(self.folder.path, "epoch")
-        validated = [record["val_error"] for record in errors if "val_error" in record]
-        path = self.folder.path if self.folder is not None else Path()
-        return Outcome(path, state, self.step, validated[-1] if validated else None)
+        if self.folder is None:
+            return Outcome(Path(), state, self.step, None)
+        records = read_steps(self.folder.path)
+        error = records.last_error(read_status(self.folder.path))
+        if records.damaged:
+            self.display.note(f"{lines_text(records.damaged)} ({self.folder.path})")
+        if state == "finished" and error is None:
+            self.display.note(
+                f"the validation error of the run in {self.folder.path} can't be known, because metrics.jsonl is not "
+                "as the run wrote it; restore it from a copy, or start over by: "
+                + start_over_command(self.config, self.folder.path)
+            )
+        return Outcome(self.folder.path, state, self.step, error)
 
     def close(self) -> None:
         """Close what was opened for the loop."""
@@ -493,12 +564,17 @@ def _fabric(config: Config) -> Fabric:
 
 
 @contextmanager
-def _opened(fabric: Fabric, config: Config, out: Path, resume: bool) -> Iterator[RunFolder | None]:
+def _opened(
+    fabric: Fabric, config: Config, out: Path, resume: bool, restart: bool, display: Display
+) -> Iterator[RunFolder | None]:
     """Open the folder in the first process; if that fails, every process raises what it raised."""
     folder, problem = None, None
     if fabric.is_global_zero:
         try:
             folder = RunFolder(out)
+            aside = folder.set_aside() if restart else None
+            if aside is not None:
+                display.note(f"what was in {out} is in {aside} now")
             _check_folder(folder, config, resume)
         except OrthocondError as error:
             problem = str(error)
@@ -514,7 +590,13 @@ def _check_folder(folder: RunFolder, config: Config, resume: bool) -> None:
         return
     if not resume:
         raise RunError(f"there is a run in {folder.path} already; add --resume, or choose another folder by --out.")
-    check_same_run(folder.path, config)
+    stored = folder.config()
+    if stored is None:
+        raise RunError(
+            f"config.json in {folder.path} is missing or damaged, no checkpoint holds a copy, and nothing was changed; "
+            f"restore it from a copy, or start over by: {start_over_command(config, folder.path)}"
+        )
+    check_same_run(folder.path, stored, config)
 
 
 @contextmanager

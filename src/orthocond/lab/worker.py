@@ -32,7 +32,7 @@ def run(config: str, out: str) -> str | None:
 
 def _end_with_the_sweep() -> None:
     os.read(0, 1)
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)  # os.kill would end the process at once on Windows
 
 
 def _main() -> None:

@@ -43,7 +43,7 @@ def write_page(page: Path, files: list[Path]) -> None:
     has_chart = "solvers" in results["subjects"]
     if has_chart:
         draw(results["subjects"]["solvers"]["records"], chart)
-    page.write_text(markdown(results, chart.name if has_chart else None))
+    page.write_text(markdown(results, chart.name if has_chart else None), encoding="utf-8")
 
 
 def markdown(results: Mapping[str, Any], chart: str | None) -> str:

@@ -4,7 +4,6 @@ Images per second of both, in turns, with the same model, data and batch; then h
 With a folder of CIFAR-10, ``dbn-cifar10-small``; without, the embedded digits.
 """
 
-import resource
 import statistics
 import sys
 import tempfile
@@ -31,7 +30,7 @@ class _Clock(Silent):
 
     def step(self, record: dict[str, object]) -> None:
         """Note the moment."""
-        self.seen.append((int(str(record["step"])), time.perf_counter(), _resident_kilobytes()))
+        self.seen.append((int(str(record["step"])), time.perf_counter(), _kilobytes("VmRSS:")))
 
     def images_per_second(self, batch_size: int) -> float:
         """Return the rate between the first moment and the last."""
@@ -55,8 +54,11 @@ def main() -> None:
     clock = _laboratory(changed(config, {"steps": 2_000} if folder is None else {"steps": 200}))
     at = {step: kilobytes / 1024 for step, _, kilobytes in clock.seen}
     marks = [step for step in at if step % (max(at) // 5) == 0]
+    if not at[max(at)]:
+        print("resident memory: not known on this system")
+        return
     print("resident memory in MB at step:", ", ".join(f"{step}: {at[step]:.1f}" for step in marks))
-    print(f"largest ever: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.1f} MB")
+    print(f"largest ever: {_kilobytes('VmHWM:') / 1024:.1f} MB")
 
 
 def _laboratory(config: Config) -> _Clock:
@@ -91,9 +93,10 @@ def _bare(config: Config) -> float:
     return clock.images_per_second(config.batch_size)
 
 
-def _resident_kilobytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmRSS:")[2].split()[0])
+def _kilobytes(name: str) -> int:
+    """Return what Linux says of this process's memory; 0 elsewhere."""
+    status = Path("/proc/self/status")
+    return int(status.read_text().partition(name)[2].split()[0]) if status.exists() else 0
 
 
 if __name__ == "__main__":

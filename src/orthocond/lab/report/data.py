@@ -24,8 +24,21 @@ def as_csv(report: Report) -> str:
     file = io.StringIO()
     writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(records)
+    writer.writerows({name: _no_formula(value) for name, value in record.items()} for record in records)
     return file.getvalue()
+
+
+def _no_formula(value: Any) -> Any:
+    """Return a cell that no spreadsheet takes for a formula: text that begins like one gets an apostrophe before it.
+
+    Example:
+        >>> _no_formula("=HYPERLINK(1)"), _no_formula("svd"), _no_formula(-0.5)
+        ("'=HYPERLINK(1)", 'svd', -0.5)
+    """
+    if not isinstance(value, str):
+        return value
+    text = value.replace("\r", "\n")  # which the writer puts into quotation marks
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\n")) else text
 
 
 def as_json(report: Report) -> str:

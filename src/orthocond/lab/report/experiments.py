@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from orthocond.lab.config import PLACE, Config
+from orthocond.lab.records import lines_text
 from orthocond.lab.report.folders import Run, method_order
 from orthocond.lab.report.metrics import Bins, Metrics, bins_for, read_metrics
 
@@ -58,8 +59,17 @@ class Experiment:
         return {seed: self.metrics[method, seed] for seed in self.seeds if (method, seed) in self.runs}
 
     def finished(self, method: str) -> dict[str, Metrics]:
-        """Return the metrics of a method's finished runs by seed."""
-        return {seed: found for seed, found in self.of(method).items() if self.runs[method, seed].is_finished}
+        """Return the metrics of a method's finished runs by seed; not of those whose last lines are lost."""
+        return {
+            seed: metrics
+            for seed, metrics in self.of(method).items()
+            if self.runs[method, seed].is_finished and not self.is_lost(method, seed)
+        }
+
+    def is_lost(self, method: str, seed: str) -> bool:
+        """Return whether a run is finished, but its error can't be known any more."""
+        run = self.runs[method, seed]
+        return run.is_finished and self.metrics[method, seed].records.last_error(run.status) is None
 
 
 def experiments_of(runs: Iterable[Run]) -> list[Experiment]:
@@ -115,10 +125,13 @@ def _notes_of(run: Run, metrics: Metrics) -> list[str]:
             f", last heard of {str(run.status['updated'])[:16].replace('T', ' ')}" if run.status.get("updated") else ""
         )
         notes.append(f"{name}: {run.state} at step {step} of {total}{heard}{error}; its error is not in the table.")
-    elif not metrics.epochs:
-        notes.append(f"{name}: finished, but its metrics.jsonl holds no epoch.")
-    if metrics.num_unreadable:
-        notes.append(f"{name}: {metrics.num_unreadable} lines of metrics.jsonl can't be read and are left out.")
+    elif metrics.records.last_error(run.status) is None:
+        notes.append(
+            f"{name}: finished, but its error can't be known and is not in the table, because metrics.jsonl is not as "
+            "the run wrote it."
+        )
+    if metrics.records.damaged:
+        notes.append(f"{name}: {lines_text(metrics.records.damaged)}.")
     return notes
 
 

@@ -50,13 +50,19 @@ def _figure(chart: Chart, view: View, styles: dict[str, Style], stem: Path) -> l
         axes.set_ylabel(f"{view.axis} ({view.label})" if view.label != view.axis else view.axis)
         axes.grid(alpha=0.25, linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
-        legend = figure.legend(handles, list(view.series), loc="outside right upper", fontsize=7, frameon=False)
+        names = [_encodable(method) for method in view.series]
+        legend = figure.legend(handles, names, loc="outside right upper", fontsize=7, frameon=False)
         for entry in legend.get_texts():
             entry.set_parse_math(False)  # a dollar in a name is a dollar
         files = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
         for file in files:
             figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
     return files
+
+
+def _encodable(name: str) -> str:
+    """Return a name that a font can draw: half of a surrogate pair becomes a question mark."""
+    return name.encode(errors="replace").decode()
 
 
 def _finite(values: Floats) -> Floats:

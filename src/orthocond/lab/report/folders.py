@@ -3,15 +3,16 @@
 A folder is a run if it holds ``config.json``. What can't be read is named, never skipped in silence.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orthocond.errors import ArgumentError
+from orthocond.lab.checkpoints import CHECKPOINTS
+from orthocond.lab.files import read_object
 from orthocond.lab.methods import ORDER
-from orthocond.lab.runs import is_alive
+from orthocond.lab.runs import is_alive, read_status
 
 __all__ = ["Run", "canonical_method", "find_runs", "method_order"]
 
@@ -66,21 +67,25 @@ def find_runs(folders: Iterable[Path | str]) -> tuple[list[Run], list[str]]:
         if not folder.is_dir():
             raise ArgumentError(f"report found no folder {str(folder)!r}; pass one that train or compare wrote.")
         configs.update({path.resolve(): path for path in sorted(folder.rglob("config.json"))})
-    runs, problems = [], []
+    runs, problems = [], [f"{path}: config.json is missing." for folder in paths for path in _without_config(folder)]
     for path in configs.values():
         try:
-            config = _object_in(path)
+            config = read_object(path)
         except (OSError, ValueError) as error:
-            problems.append(f"{path.parent}: config.json can't be read ({error}).")
+            problems.append(f"{path.parent}: config.json can't be read ({_short(error)}).")
             continue
         small: dict[str, dict[str, Any]] = {}
         for name in ("environment", "status"):
             try:
-                small[name] = _object_in(path.with_name(f"{name}.json"))
+                small[name] = read_object(path.with_name(f"{name}.json"))
             except (OSError, ValueError) as error:
                 problems.append(f"{path.parent}: {name}.json can't be read ({_short(error)}).")
                 small[name] = {}
-        runs.append(Run(path.parent, config, **small))
+        status = read_status(path.parent)
+        odd = sorted(small["status"].keys() - status.keys() - {"error"})
+        if odd:
+            problems.append(f"{path.parent}: status.json holds what a run doesn't write ({', '.join(odd)}).")
+        runs.append(Run(path.parent, config, small["environment"], status))
     if not runs:
         where = ", ".join(repr(str(folder)) for folder in paths)
         unreadable = f" {' '.join(problems)}" if problems else ""
@@ -121,12 +126,17 @@ def _place(name: str, order: tuple[str, ...]) -> tuple[int, str]:
     return (order.index(name) if name in order else len(order), name)
 
 
-def _object_in(path: Path) -> dict[str, Any]:
-    value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    if not isinstance(value, dict):
-        raise ValueError(f"it holds {type(value).__name__}, not an object")
-    return value
+def _without_config(folder: Path) -> list[Path]:
+    """Return the folders of runs that have lost their configuration; `train --resume` restores it from a checkpoint."""
+    found = [path.parent for path in sorted(folder.rglob("metrics.jsonl"))]
+    return [
+        path
+        for path in found
+        if not (path / "config.json").exists() and any((path / name).exists() for name in ("status.json", *CHECKPOINTS))
+    ]
 
 
 def _short(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "it is no text"
     return "it is missing" if isinstance(error, FileNotFoundError) else str(error)

@@ -76,6 +76,7 @@ def _progress(experiment: Experiment, rows: list[Row]) -> str:
     runs = list(experiment.runs.values())
     counts = {
         "diverged": sum(row.num_diverged for row in rows),
+        "lost": sum(row.num_lost for row in rows),
         "not finished": sum(not run.is_finished for run in runs),
         "missing": len(experiment.methods) * len(experiment.seeds) - len(runs),
     }

@@ -53,6 +53,8 @@ class Row:
     num_finished: int
     num_diverged: int
     """Finished runs whose validation error is not a number; the estimates are without them."""
+    num_lost: int
+    """Finished runs whose validation error can't be known, because their metrics are damaged."""
     errors: Mapping[str, float]
     """The validation error in percent after the last epoch, of each finished run by seed."""
     error: Estimate
@@ -106,6 +108,7 @@ def rows_of(experiment: Experiment) -> list[Row]:
                 num_runs=len(runs),
                 num_finished=len(errors[method]),
                 num_diverged=len(errors[method]) - estimates[method].num,
+                num_lost=sum(experiment.is_lost(method, seed) for seed in runs),
                 errors=errors[method],
                 error=estimates[method],
                 error5=Estimate.of(_last(finished, "val_error5").values()),

@@ -63,7 +63,8 @@ def seeds(row: Row) -> str:
 
     A row of five runs, of which one diverged and one is unfinished, reads ``3 of 5: 1 diverged, 1 unfinished``.
     """
-    others = [(row.num_diverged, "diverged"), (row.num_runs - row.num_finished, "unfinished")]
+    unfinished = row.num_runs - row.num_finished - row.num_lost
+    others = [(row.num_diverged, "diverged"), (row.num_lost, "lost"), (unfinished, "unfinished")]
     told = ", ".join(f"{count} {what}" for count, what in others if count)
     return f"{row.error.num} of {row.num_runs}: {told}" if told else str(row.num_runs)
 
