@@ -46,3 +46,17 @@ def test_its_first_norm_is_converted_and_its_stem_treated(model):
     folded = fold(model)
     assert not any(isinstance(layer, DecorrelatedBatchNorm2d) for layer in folded.modules())
     assert torch.allclose(folded(pixel_values=x).logits, model(pixel_values=x).logits, atol=1e-3)
+
+
+def test_a_folded_model_comes_back_from_a_checkpoint(model, tmp_path):
+    convert_batchnorm(model)
+    for seed in range(3):
+        model.train()(pixel_values=noise(8, 3, 32, 32, seed=seed))
+    folded = fold(model, keep_keys=True)
+    x = noise(4, 3, 32, 32, seed=99)
+    expected = model.eval()(pixel_values=x).logits
+    assert torch.allclose(folded(pixel_values=x).logits, expected, atol=1e-3)
+    folded.save_pretrained(tmp_path)
+    loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    assert torch.allclose(loaded.eval()(pixel_values=x).logits, folded(pixel_values=x).logits, atol=1e-5)

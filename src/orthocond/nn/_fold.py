@@ -1,29 +1,36 @@
 """Folding for inference: whitening becomes part of the layer in front of it."""
 
 import copy
-import inspect
-from collections import Counter, OrderedDict
+import functools
+import warnings
+from collections import OrderedDict
 from typing import Any, TypeVar
 
 import torch
-import torch.fx
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from orthocond._core.layout import kernel_matrix, matrix_kernel
-from orthocond.nn._meta import MetaLayer
+from orthocond.errors import OrthocondWarning
+from orthocond.nn._in_front import layers_in_front
 from orthocond.nn._norm import _DecorrelatedBatchNorm
-from orthocond.nn._skew import SkewOrthogonalConv2d
 
-__all__ = ["LINEAR_LAYERS", "Tracer", "fold"]
+__all__ = ["fold"]
 
 M = TypeVar("M", bound=nn.Module)
 
-LINEAR_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+"""Where a module has its forward hooks: two dicts with hooks, three with their options."""
 
 
 @torch.no_grad()
-def fold(module: M) -> M:
+def fold(module: M, *, keep_keys: bool = False) -> M:
     """Return a copy for inference, with the same outputs as in eval mode, and neither whitening nor parametrizations.
 
     In eval, decorrelated batch norm is a linear map. Where it follows a convolution or a linear layer directly, and
@@ -34,9 +41,14 @@ def fold(module: M) -> M:
 
     What follows what is read from `torch.fx` traces, of the model or, where it can't be traced, of the parts that can.
     A linear layer is taken to map ``(N, in)`` to ``(N, out)``, unless the norm behind it last saw three dimensions.
+    Monitors and treatments stay with the original. A norm that becomes a convolution because its surroundings can't
+    be traced or because of a hook gives a warning with the reason.
 
     Args:
         module: any model; it is not changed.
+        keep_keys: put a neutral BatchNorm in the place of each norm that disappears, so that the ``state_dict`` of the
+            copy has the keys and shapes of the architecture with BatchNorm, and can be loaded into it: by
+            ``load_state_dict``, or by ``from_pretrained`` of Hugging Face models.
 
     Returns:
         A copy in eval mode.
@@ -50,27 +62,68 @@ def fold(module: M) -> M:
           (2): ReLU()
         )
     """
-    groups = [layer.process_group for layer in module.modules() if isinstance(layer, _DecorrelatedBatchNorm)]
-    folded = copy.deepcopy(module, {id(group): group for group in groups}).eval()  # a process group can't be copied
+    folded = _copied(module).eval()
     for layer in folded.modules():
         if parametrize.is_parametrized(layer):
             _leave_weights(layer)
     if isinstance(folded, _DecorrelatedBatchNorm):
         return _followed(_as_layer(folded), folded) if folded.track_running_stats else folded  # type: ignore[return-value]
-    in_front = _layers_in_front(folded)
+    in_front, reasons = layers_in_front(folded)
     for name, layer in list(folded.named_modules(remove_duplicate=False)):
         if not isinstance(layer, _DecorrelatedBatchNorm) or not layer.track_running_stats:
             continue
-        parent, _, child = name.rpartition(".")
         if layer in in_front:
-            _multiply_into(in_front[layer], layer)
-            replacement: nn.Module = nn.Identity()
+            replacement = _merged(name, layer, in_front[layer], keep_keys)
         else:
-            replacement = _as_layer(layer)
-        replacement = _followed(replacement, layer)
-        replacement._forward_hooks, replacement._forward_pre_hooks = layer._forward_hooks, layer._forward_pre_hooks
+            reason = reasons.get(layer, "no linear layer of its own is directly in front of it" if keep_keys else "")
+            if reason:
+                _warn(f"{name!r} became a 1x1 convolution{' with keys of its own' * keep_keys}, because {reason}")
+            replacement = _followed(_as_layer(layer), layer)
+        for hooks in _HOOKS:
+            setattr(replacement, hooks, getattr(layer, hooks))
+        parent, _, child = name.rpartition(".")
         setattr(folded.get_submodule(parent), child, replacement)
     return folded.eval()
+
+
+def _merged(name: str, norm: _DecorrelatedBatchNorm, layer: nn.Module, keep_keys: bool) -> nn.Module:
+    """Multiply a norm into the layer in front, and return what takes its place."""
+    shape = layer.weight.shape
+    shift = _multiply_into(layer, norm, adds_bias=not keep_keys)
+    if not keep_keys:
+        return _followed(nn.Identity(), norm)
+    if layer.weight.shape != shape:
+        _warn(
+            f"the weight in front of {name!r} has another shape than that of the unfolded model, because the norm "
+            "mixes the groups of the convolution"
+        )
+    return _neutral(norm, shift)
+
+
+def _warn(what: str) -> None:
+    warnings.warn(f"fold: {what}.", OrthocondWarning, stacklevel=4)
+
+
+def _copied(module: M) -> M:
+    """Return a copy without monitors and treatments, which stay with the original."""
+    groups = [layer.process_group for layer in module.modules() if isinstance(layer, _DecorrelatedBatchNorm)]
+    hooks = [hook for layer in module.modules() for name in _HOOKS[:2] for hook in getattr(layer, name).values()]
+    shared = groups + [hook for hook in hooks if _is_ours(hook)]
+    copied = copy.deepcopy(module, {id(part): part for part in shared})  # a process group can't be copied
+    for layer in copied.modules():
+        for name in _HOOKS[:2]:
+            for key in [key for key, hook in getattr(layer, name).items() if _is_ours(hook)]:
+                for hooks_or_options in _HOOKS:
+                    getattr(layer, hooks_or_options).pop(key, None)
+    return copied
+
+
+def _is_ours(hook: Any) -> bool:
+    """Return whether a hook belongs to this package: those of monitors and treatments watch, and change no output."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    owner = getattr(hook, "__module__", None) or type(hook).__module__
+    return owner.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _leave_weights(layer: Any) -> None:
@@ -85,65 +138,12 @@ def _leave_weights(layer: Any) -> None:
         layer.register_parameter(name, nn.Parameter(weight))
 
 
-def _layers_in_front(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return for each whitening layer the linear layer whose output is its input and goes nowhere else."""
-    uses = Counter(module for _, module in model.named_modules(remove_duplicate=False))
-    found = _traced_pairs(model)
-    return {
-        norm: layer
-        for norm, layer in found.items()
-        if uses[norm] == uses[layer] == 1  # a shared layer's weight serves others, too
-        and not layer._forward_hooks
-        and not layer._forward_pre_hooks
-        and not norm._forward_pre_hooks
-        and not (isinstance(layer, nn.Linear) and norm._last_ndim == 3)
-    }
+def _multiply_into(layer: Any, norm: _DecorrelatedBatchNorm, *, adds_bias: bool) -> Tensor:
+    """Change the linear layer so that it does what it and the whitening behind it did.
 
-
-def _traced_pairs(module: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return whitening layers and the linear layers in front of them, as far as traces show them."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    try:
-        # Once with optional arguments given and once without: what holds both times holds.
-        given = _pairs_of(module, {})
-        pairs = given if not defaults else dict(given.items() & _pairs_of(module, defaults).items())
-    except Exception:  # a forward may do anything; what can't be traced may have parts that can
-        pairs = {}
-        for child in module.children():
-            pairs |= _traced_pairs(child) if not isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict) else {
-                norm: layer for part in child.children() for norm, layer in _traced_pairs(part).items()
-            }  # fmt: skip
-    return pairs
-
-
-def _pairs_of(module: nn.Module, arguments: dict[str, Any]) -> dict[nn.Module, nn.Module]:
-    graph = Tracer().trace(module, arguments)
-    calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
-    read = {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
-    modules = dict(module.named_modules(remove_duplicate=False))
-    pairs = {}
-    for node in graph.nodes:
-        if node.op != "call_module" or not isinstance(modules[node.target], _DecorrelatedBatchNorm):
-            continue
-        before = next(iter(node.all_input_nodes), None)
-        if before is None or before.op != "call_module" or len(before.users) != 1 or before.target in read:
-            continue
-        if calls[node.target] == calls[before.target] == 1 and type(modules[before.target]) in LINEAR_LAYERS:
-            pairs[modules[node.target]] = modules[before.target]
-    return pairs
-
-
-class Tracer(torch.fx.Tracer):
-    """Traces models with meta-layers and orthogonal operators as they are, without looking inside."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return whether a module is one node of the trace."""
-        return isinstance(m, MetaLayer | SkewOrthogonalConv2d) or super().is_leaf_module(m, module_qualified_name)
-
-
-def _multiply_into(layer: Any, norm: _DecorrelatedBatchNorm) -> None:
-    """Change the linear layer so that it does what it and the whitening behind it did."""
+    Returns:
+        The shift that is still to be added: zero, unless the layer has no bias and shall get none.
+    """
     old = layer.weight
     weight, shift = (part.double() for part in norm.eval_map())
     dense = torch.block_diag(*weight)
@@ -167,7 +167,10 @@ def _multiply_into(layer: Any, norm: _DecorrelatedBatchNorm) -> None:
     if layer.bias is not None:
         shift = shift + dense @ layer.bias.double()
     layer.weight = nn.Parameter(new, requires_grad=old.requires_grad)
+    if layer.bias is None and not adds_bias:
+        return shift
     layer.bias = nn.Parameter(shift.to(old), requires_grad=old.requires_grad)
+    return torch.zeros_like(shift)
 
 
 def _as_layer(norm: _DecorrelatedBatchNorm) -> nn.Module:
@@ -182,6 +185,49 @@ def _as_layer(norm: _DecorrelatedBatchNorm) -> nn.Module:
     layer.weight = nn.Parameter(dense.view_as(layer.weight))
     layer.bias = nn.Parameter(bias.flatten())
     return layer.eval()
+
+
+def _neutral(norm: _DecorrelatedBatchNorm, shift: Tensor) -> nn.Module:
+    """Return a BatchNorm that in eval adds ``shift`` and does nothing else."""
+    inside = dict(norm.named_children())
+    kind: Any = _BATCHNORMS[norm._dimensions][bool(inside)]
+    new = kind(norm.num_features, norm.batchnorm_eps, norm.momentum, norm.affine).to(norm.running_mean)
+    new.running_mean.copy_(-shift)
+    new.running_var.fill_(1 - norm.batchnorm_eps)  # to which the layer adds eps
+    new.num_batches_tracked.copy_(norm.num_batches_tracked)
+    for name, submodule in inside.items():
+        new.add_module(name, submodule)
+    neutral: nn.Module = new.eval()
+    return neutral
+
+
+class _WithModulesBehind(nn.modules.batchnorm._BatchNorm):
+    """A BatchNorm that applies its submodules to its output."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name that BatchNorm has)
+        y = super().forward(input)
+        for submodule in self.children():
+            y = submodule(y)
+        return y
+
+
+class _BatchNorm1dAnd(_WithModulesBehind, nn.BatchNorm1d):
+    pass
+
+
+class _BatchNorm2dAnd(_WithModulesBehind, nn.BatchNorm2d):
+    pass
+
+
+class _BatchNorm3dAnd(_WithModulesBehind, nn.BatchNorm3d):
+    pass
+
+
+_BATCHNORMS: dict[tuple[int, ...], tuple[type[nn.modules.batchnorm._BatchNorm], ...]] = {
+    (2, 3): (nn.BatchNorm1d, _BatchNorm1dAnd),
+    (4,): (nn.BatchNorm2d, _BatchNorm2dAnd),
+    (5,): (nn.BatchNorm3d, _BatchNorm3dAnd),
+}
 
 
 def _followed(replacement: nn.Module, norm: _DecorrelatedBatchNorm) -> nn.Module:
