@@ -19,6 +19,27 @@ PROCESSOR = _processor()
 PROCESSOR.prepare()  # in the environment: workers and processes that tests start inherit it
 
 
+# What needs more than torch and the packages of the extra "test": the laboratory, the site, the built package.
+BEYOND_THE_LIBRARY = {
+    "lab",
+    "test_docs.py",
+    "test_examples.py",
+    "test_package.py",
+    "test_pictures.py",
+    "test_study.py",
+}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--library", action="store_true", help="the library's tests alone, for other versions of torch")
+
+
+def pytest_ignore_collect(collection_path, config):
+    if config.getoption("--library") and collection_path.name in BEYOND_THE_LIBRARY:
+        return True
+    return None
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "half_products: needs matrix products or convolutions in half precision")
 

@@ -1,14 +1,16 @@
 """The condition monitor."""
 
 import copy
+import math
 import pickle
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 from orthocond import ConditionMonitor
-from orthocond.errors import ArgumentError
+from orthocond.errors import ArgumentError, OrthocondWarning
 from orthocond.linalg import covariance, spectrum
 from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm2d
 
@@ -87,7 +89,7 @@ def test_log_writes_the_newest_record():
         model(noise(2, 3, 9, 9))
         monitor.log(writer, 7)
     assert writer.scalars["condition/1/rank", 7] == monitor.latest()["1"]["rank"]
-    assert len(writer.scalars) == 10
+    assert len(writer.scalars) == 12
 
 
 def test_copies_are_not_watched_and_a_watched_model_can_be_saved():
@@ -121,8 +123,243 @@ def test_a_second_compiled_model_of_a_class_is_watched_and_one_that_was_called_b
         assert [record["layer"] for record in monitor.history()] == ["1", "3"]
 
 
-def test_bad_input():
-    with pytest.raises(ArgumentError, match="no meta-layer"):
-        ConditionMonitor(nn.Linear(3, 3))
-    with pytest.raises(ArgumentError, match="every >= 1, got 0"):
-        ConditionMonitor(network(), every=0)
+KEYS = ["step", "layer", "mode", "cond", "cond_support", "cond_eps", "cond_floor", "rank", "failures"]
+
+
+def plain():
+    return nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64, eps=1e-3), nn.ReLU(inplace=True))
+
+
+def test_the_input_of_a_plain_batch_norm_is_measured_in_float64():
+    model, x = plain(), noise(8, 3, 9, 9)
+    with ConditionMonitor(model, layers=["1"]) as monitor:
+        model(x)
+        model.double()(x.double())
+    single, record = monitor.history()
+    assert single["rank"] == 27
+    assert single["cond"] > 1e12  # a covariance in float32 has more noise
+    assert list(record) == KEYS
+    features = model[0](x.double()).detach().movedim(1, 0).flatten(1)
+    truth = spectrum(covariance(features), eps=1e-3, rtol=1e-5)
+    assert record["rank"] == truth.rank == 27
+    assert record["cond_support"] == pytest.approx(truth.cond_support.item(), rel=1e-6)
+    assert record["cond_eps"] == pytest.approx(truth.cond_eps.item(), rel=1e-6)
+    assert record["cond_floor"] == pytest.approx(truth.eigenvalues[0].item() / 2.220446049250313e-16, rel=1e-3)
+    assert record["mode"] == "train"
+
+
+def test_the_floor_of_a_regular_covariance_changes_nothing():
+    model = nn.Sequential(DecorrelatedBatchNorm2d(3)).double()
+    with ConditionMonitor(model) as monitor:
+        model(noise(4, 3, 5, 5, dtype=torch.float64))
+    (record,) = monitor.history()
+    assert record["cond_floor"] == pytest.approx(record["cond"], rel=1e-12)
+    assert record["cond"] == pytest.approx(record["cond_support"], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "dim"),
+    [
+        (nn.Linear(5, 3), (4, 7, 5), -1),
+        (nn.LayerNorm(5), (4, 7, 5), -1),
+        (nn.MultiheadAttention(5, 1, batch_first=True), (4, 7, 5), -1),
+        (nn.Conv1d(5, 3, 1), (4, 5, 7), 1),
+        (nn.BatchNorm1d(5), (30, 5), 1),
+        (nn.ReLU(inplace=True), (4, 5, 7), 1),  # measured before it overwrites its input
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_where_the_channels_of_a_named_layer_are(layer, shape, dim):
+    x = (noise(*shape, dtype=torch.float64).movedim(dim, -1) * torch.arange(1, 6)).movedim(-1, dim)
+    model = nn.ModuleDict({"layer": layer.double()})
+    inputs = [x.clone()] * (3 if isinstance(layer, nn.MultiheadAttention) else 1)
+    with ConditionMonitor(model, layers="layer") as monitor:
+        model["layer"](*inputs)
+    truth = spectrum(covariance(x.movedim(dim, 0).flatten(1)))
+    assert monitor.history()[0]["cond"] == pytest.approx(truth.cond.item())
+
+
+def test_watching_a_layer_changes_nothing():
+    def results(watched):
+        torch.manual_seed(0)
+        model = plain()
+        monitor = ConditionMonitor(model, layers=["1", "2"]) if watched else None
+        y = model(noise(4, 3, 9, 9))
+        y.square().sum().backward()
+        assert monitor is None or len(monitor.history()) == 2
+        return [y, *(parameter.grad for parameter in model.parameters()), *model.buffers()]
+
+    assert all(torch.equal(one, other) for one, other in zip(results(True), results(False), strict=True))
+
+
+def test_one_cut_for_all_solvers():
+    options = [
+        {},
+        {"rtol": 0.0, "eps": 1e-2},
+        {"solver": "newton_schulz", "eps": 1e-2},
+        {"solver": "svd", "rtol": 1e-2},
+    ]
+    x = plain()[0](noise(8, 3, 9, 9)).detach()
+    x = torch.cat([x, noise(8, 8, 7, 7) * 1e-5], 1)  # a direction that a layer's own cut keeps or drops
+    seen = []
+    for option in options:
+        model = nn.Sequential(DecorrelatedBatchNorm2d(72, **option))
+        with ConditionMonitor(model) as monitor:
+            model(x)
+        seen.append((monitor.history()[0]["rank"], monitor.history()[0]["cond_support"]))
+    assert {rank for rank, _ in seen} == {27}
+    assert max(cond for _, cond in seen) == pytest.approx(min(cond for _, cond in seen), rel=1e-2)
+
+
+def test_another_cut():
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    x = torch.cat([noise(50, 1), 0.1 * noise(50, 1, seed=2), 0.01 * noise(50, 1, seed=3)], 1)
+    for rtol, rank in ((None, 3), (1e-3, 2), (0.5, 1)):
+        with ConditionMonitor(model, layers=["0"], rtol=rtol) as monitor:
+            model(x)
+        assert monitor.history()[0]["rank"] == rank
+
+
+def test_eval_forwards_are_recorded_where_asked_for():
+    model, x = network().double(), noise(4, 3, 9, 9, dtype=torch.float64)
+    with ConditionMonitor(model, evaluation=True) as monitor:
+        model(x)
+        eigenvalues = model[1].last_eigenvalues
+        for _ in range(2):
+            model.eval()(x)
+        assert model[1].last_eigenvalues is eigenvalues  # those of the last training batch
+        model.train()(x)
+    records = monitor.history()
+    assert [(r["step"], r["mode"]) for r in records if r["layer"] == "1"] == [
+        (0, "train"), (1, "eval"), (1, "eval"), (1, "train")
+    ]  # fmt: skip
+    first, second = (r for r in records[:4] if r["layer"] == "1")
+    for name in ("cond_support", "cond_eps", "rank"):
+        assert first[name] == pytest.approx(second[name], rel=1e-6)
+    assert monitor.latest()["3"]["mode"] == "train"
+    writer = Recorder()
+    monitor.log(writer, 0)
+    assert {tag.rpartition("/")[0] for tag, _ in writer.scalars} == {
+        "condition/1", "condition/3", "condition/eval/1", "condition/eval/3"
+    }  # fmt: skip
+
+
+def test_a_pool_in_eval_mode_is_recorded_by_its_worst_image():
+    model, x = nn.Sequential(CovariancePool2d()).double().eval(), noise(4, 3, 9, 9, dtype=torch.float64)
+    with ConditionMonitor(model, evaluation=True) as monitor:
+        model(x)
+    assert monitor.history()[0]["cond"] == pytest.approx(spectrum(covariance(x.flatten(2))).cond.max().item())
+
+
+@pytest.mark.parametrize("look", ["history", "latest", "drain", "close", "__str__", "_repr_html_", "__exit__"])
+def test_only_eval_forwards_are_not_passed_over_in_silence(look):
+    model = network().eval()
+    monitor = ConditionMonitor(model)
+    assert monitor.history() == []  # nothing was called yet
+    model(noise(2, 3, 9, 9))
+    with pytest.warns(OrthocondWarning, match=r"every forward was in eval mode.*evaluation=True"):
+        getattr(monitor, look)(*[None] * 3 * (look == "__exit__"))
+    assert monitor.history() == []  # said once
+
+
+def test_features_that_are_not_finite_do_not_end_the_run():
+    model = plain()
+    with ConditionMonitor(model, layers=["1"]) as monitor:
+        model(torch.full((2, 3, 9, 9), torch.nan))
+    (record,) = monitor.history()
+    assert math.isnan(record["cond"])
+    assert math.isnan(record["cond_support"])
+    assert record["rank"] == 0
+
+
+def test_a_layer_without_features_is_said_to_be_none():
+    model = nn.Sequential(nn.Embedding(4, 3))
+    with ConditionMonitor(model, layers=["0"]) as monitor:
+        with pytest.warns(OrthocondWarning, match=r"can't watch '0' \(Embedding\): its input is torch.int64 \(2, 2\)"):
+            model(torch.ones(2, 2, dtype=torch.long))
+        model(torch.ones(2, 2, dtype=torch.long))
+    assert monitor.history() == []
+
+
+def test_the_monitors_own_decompositions_are_not_the_layers_failures(monkeypatch):
+    model = nn.Sequential(nn.BatchNorm2d(3), DecorrelatedBatchNorm2d(3, solver="newton_schulz"))
+    original, calls = torch.linalg.eigh, []
+
+    def sometimes(A):
+        calls.append(None)
+        if len(calls) % 2:
+            raise torch.linalg.LinAlgError("no")
+        return original(A)
+
+    monkeypatch.setattr(torch.linalg, "eigh", sometimes)
+    with ConditionMonitor(model, layers=["0"]) as monitor:
+        model(noise(4, 3, 9, 9))
+    assert calls
+    assert [record["failures"] for record in monitor.history()] == [0, 0]
+
+
+def test_names_of_wrapped_models():
+    model = plain()
+    model[1] = torch.compile(model[1], backend="eager")
+    for name in ("1", "1._orig_mod", "module.1"):
+        with ConditionMonitor(torch.compile(model, backend="eager"), layers=[name]) as monitor:
+            assert list(monitor._layers) == ["1"]
+
+
+def test_table():
+    model = network()
+    monitor = ConditionMonitor(model, layers=["2"], evaluation=True)
+    assert "no records yet" in str(monitor)
+    assert "no records yet" in monitor._repr_html_()
+    for _ in range(3):
+        model(noise(2, 3, 9, 9))
+    model.eval()(noise(2, 3, 9, 9))
+    monitor.drain()  # the table knows of them nevertheless
+    head, *rows = str(monitor).splitlines()
+    assert head.split()[:4] == ["layer", "mode", "records", "last"]
+    assert [row.split()[:4] for row in rows] == [
+        [layer, mode, records, step]
+        for mode, records, step in (("train", "3", "2"), ("eval", "1", "3"))
+        for layer in ("1", "2", "3")
+    ]
+    assert monitor._repr_html_().count("<tr>") == 7
+    assert "ConditionMonitor(layers=['1', '3', '2']" in repr(monitor)
+
+
+def test_plot():
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is optional")
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    monitor = ConditionMonitor(model, layers=["0"], evaluation=True)
+    model(noise(9, 3))
+    model(torch.ones(9, 3))
+    model.eval()(noise(9, 3))
+    axes = pyplot.figure().add_subplot()
+    assert monitor.plot(axes, number="cond") is axes
+    (train, evaluated) = axes.get_lines()
+    assert list(train.get_xdata()) == [0, 1]
+    assert list(evaluated.get_xdata()) == [2]
+    assert axes.get_yscale() == "log"
+    assert monitor.plot(number="rank").get_yscale() == "linear"
+    with pytest.raises(ArgumentError, match=r"unknown number 'conds'.*Did you mean 'cond'"):
+        monitor.plot(number="conds")
+    pyplot.close("all")
+
+
+def test_plot_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        ConditionMonitor(network()).plot()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ConditionMonitor(nn.Linear(3, 3)), r"no meta-layer.*layers=\['bn1'\].*convert_batchnorm"),
+        (lambda: ConditionMonitor(network(), every=0), "every >= 1, got 0"),
+        (lambda: ConditionMonitor(network(), rtol=-1.0), "rtol >= 0, got rtol=-1.0"),
+        (lambda: ConditionMonitor(nn.Sequential(nn.Linear(3, 3)), layers=["00"]), "unknown layer '00'"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ArgumentError, match=message):
+        call()

@@ -1,5 +1,6 @@
 """The package as a user gets it: a wheel, torch, and nothing else."""
 
+import os
 import subprocess
 import sys
 import venv
@@ -47,7 +48,7 @@ def test_the_wheel_installs_and_works_in_an_empty_environment(tmp_path):
     run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=ROOT)
     (wheel,) = tmp_path.glob("*.whl")
     venv.create(tmp_path / "venv", with_pip=True)
-    python = tmp_path / "venv" / "bin" / "python"
+    python = tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
     run(python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wheel)
     installed = run(python, "-m", "pip", "list", "--format=freeze").lower()
     assert not [name for name in FORBIDDEN if f"\n{name}==" in installed]

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def trained(wrap, part):
 def work(rank, folder):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", Path(folder, "rendezvous").as_uri(), rank=rank, world_size=2)
     with pytest.raises(ArgumentError, match="before you wrap it"):
         treat(DistributedDataParallel(network()), "0", "ow")
     torch.save(trained(DistributedDataParallel, slice(4 * rank, 4 * rank + 4)), f"{folder}/{rank}.pt")

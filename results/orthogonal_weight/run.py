@@ -35,7 +35,7 @@ def run(train, test, stem, method, seed, steps):
     treatment.attach(optimizer)
     schedule = make_schedule()
     losses, rates, switched = [], [], 0
-    with orthocond.ConditionMonitor(model) as monitor:
+    with orthocond.ConditionMonitor(model, rtol=1e-3) as monitor:
         for x, y in batches(train, steps):
             loss = F.cross_entropy(model(x), y) + treatment.penalty()
             optimizer.zero_grad()

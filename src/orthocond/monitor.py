@@ -1,22 +1,32 @@
-"""Watching the condition number of every meta-layer while a model trains."""
+"""Watching the condition number of covariances while a model trains."""
 
+import html
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
+from orthocond._core.applying import is_plain
 from orthocond._core.compiling import HookNotice, uncompiled
-from orthocond.errors import ArgumentError
-from orthocond.graph import unwrapped
-from orthocond.linalg import solver_failures
+from orthocond._core.precision import widen
+from orthocond.errors import ArgumentError, NonFiniteError, OrthocondWarning, check_choice, check_nonnegative
+from orthocond.graph import tensors, unwrapped
+from orthocond.linalg import covariance, solver_failures, spectrum
 from orthocond.linalg._spectrum import spectrum_of
 from orthocond.nn._meta import MetaLayer
 
 __all__ = ["ConditionMonitor"]
 
-_NUMBERS = ("cond", "cond_support", "cond_eps", "rank")
+_CONDITIONS = ("cond", "cond_support", "cond_eps", "cond_floor")
+_NUMBERS = (*_CONDITIONS, "rank")
+_RTOL = 1e-5
+_FLOOR = torch.finfo(torch.float64).eps
 
 
 class Writer(Protocol):
@@ -27,65 +37,91 @@ class Writer(Protocol):
 
 
 class ConditionMonitor:
-    """Records rank and condition numbers of every meta-layer, one record for each training forward.
+    r"""Records rank and condition numbers of covariances, one record for each watched layer and training forward.
 
-    The eigenvalues are those that the layers have anyway, and nothing waits for the device until the history is read.
-    A layer that decomposes several matrices at a time (groups, or images) is recorded by the worst of them.
+    It watches every meta-layer, and the ``layers`` that you name: any module whose input is a feature map, such as a
+    plain BatchNorm. For a meta-layer the eigenvalues are those that the layer has anyway, and nothing waits for the
+    device until the history is read. For a named layer the monitor computes the covariance of the input over batch and
+    positions, in float64, and decomposes it: that costs about as much as a whitening layer, see ``every``.
+
+    A record is a dict:
+
+    | key | what it is |
+    | --- | --- |
+    | ``step`` | how many training forwards of the layer came before |
+    | ``layer`` | the layer's dotted name |
+    | ``mode`` | ``"train"`` or ``"eval"`` |
+    | ``cond`` | the largest eigenvalue over the smallest, both as absolute values |
+    | ``cond_support`` | the largest over the smallest of those that count towards the rank |
+    | ``cond_eps`` | the condition number with the layer's own ``eps`` added, where it has one |
+    | ``cond_floor`` | the condition number with eigenvalues raised to at least 2.2e-16, as in the paper's code |
+    | ``rank`` | how many eigenvalues are above ``rtol`` times the largest |
+    | ``failures`` | decompositions in this forward that did not converge at the first attempt, in this process |
+
+    A layer that decomposes several matrices at a time (groups, or one for each image) is recorded by the worst of them.
+    Covariances are those of the batch of this process; a layer with ``sync=True`` has one for all processes.
 
     Args:
-        model: with at least one meta-layer of `orthocond.nn`.
-        every: record each layer's every so many-th training forward.
+        model: a model with meta-layers of `orthocond.nn`, or any model if ``layers`` are named; also one wrapped by
+            `torch.compile` or DDP.
+        every: record every ``every``-th forward of each layer.
+        layers: dotted names of further layers whose input is watched. Channels are in dimension 1, as for convolutions
+            and BatchNorm, or in the last one for `nn.Linear`, `nn.LayerNorm`, `nn.RMSNorm` and `nn.MultiheadAttention`.
+        rtol: the cut for ``rank`` and ``cond_support``, the same for every layer, whatever its solver and its own
+            ``rtol``, so that the numbers can be compared. ``None`` means 1e-5: above the rounding noise of a float32
+            covariance, so ``cond_support`` is at most 1e5. Pass the layers' own ``rtol`` to see what they divide by.
+        evaluation: record forwards in eval mode, too. A meta-layer's covariance is then computed as for a named layer.
 
     Raises:
-        ArgumentError: the model has no meta-layer, or ``every`` is below 1.
+        ArgumentError: nothing to watch, an unknown layer, ``every`` below 1, or a negative ``rtol``.
+
+    Warns:
+        OrthocondWarning: there is no record because all forwards were in eval mode.
 
     Example:
         >>> from orthocond.nn import DecorrelatedBatchNorm2d
-        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), DecorrelatedBatchNorm2d(8))
-        >>> with ConditionMonitor(model) as monitor:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), DecorrelatedBatchNorm2d(8), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4))
+        >>> with ConditionMonitor(model, layers=["3"]) as monitor:
         ...     _ = model(torch.randn(4, 3, 9, 9))
-        >>> (record,) = monitor.history()
-        >>> sorted(record)
-        ['cond', 'cond_eps', 'cond_support', 'failures', 'layer', 'rank', 'step']
+        >>> for record in monitor.history():
+        ...     print(record["step"], record["layer"], record["mode"], record["rank"], record["failures"])
+        0 1 train 8 0
+        0 3 train 4 0
     """
 
-    def __init__(self, model: nn.Module, every: int = 1) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int = 1,
+        *,
+        layers: Iterable[str] | None = None,
+        rtol: float | None = None,
+        evaluation: bool = False,
+    ) -> None:
         if every < 1:
-            raise ArgumentError(f"ConditionMonitor expected every >= 1, got {every}.")
-        model = unwrapped(model)
-        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, MetaLayer)}
-        if not layers:
-            raise ArgumentError(
-                "ConditionMonitor found no meta-layer in the model; put one in, e.g. by orthocond.nn.convert_batchnorm."
-            )
-        self.every = every
-        self._layers = layers
-        self._forwards = dict.fromkeys(layers, 0)
-        self._failures_before = dict.fromkeys(layers, 0)
-        self._pending: list[tuple[int, str, Tensor, int]] = []
+            raise ArgumentError(f"ConditionMonitor expected every >= 1, got {every}; pass 1 to record each forward.")
+        self.every, self.rtol, self.evaluation = every, _RTOL if rtol is None else rtol, evaluation
+        check_nonnegative(self.rtol, "rtol", "ConditionMonitor")
+        self._layers = _watched(unwrapped(model), [layers] if isinstance(layers, str) else list(layers or ()))
+        self._forwards: Counter[tuple[str, str]] = Counter()
+        self._measured: dict[str, Tensor | None] = {}
+        self._failures_before: dict[str, int] = {}
+        self._pending: list[_Reading] = []
         self._records: list[dict[str, Any]] = []
-        self._latest: dict[str, dict[str, Any]] = {}
+        self._newest: dict[tuple[str, str], dict[str, Any]] = {}
+        self._num_records: Counter[tuple[str, str]] = Counter()
+        self._failures: Counter[tuple[str, str]] = Counter()
+        self._warned: set[str] = set()
         self._handles: list[Any] = []
-        for name, layer in layers.items():
-            self._handles.append(layer.register_forward_pre_hook(partial(self._before, name)))
+        for name, layer in self._layers.items():
+            self._handles.append(layer.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
             self._handles.append(layer.register_forward_hook(partial(self._after, name)))
             self._handles.append(HookNotice(layer))
 
     def history(self) -> list[dict[str, Any]]:
-        """Return all records, oldest first, as plain dicts.
-
-        ``step`` counts the layer's training forwards from 0, ``layer`` is its dotted name, ``failures`` how many
-        attempts at its decomposition did not converge; ``cond``, ``cond_support``, ``cond_eps`` and ``rank`` are as in
-        `orthocond.linalg.spectrum`, with the layer's own ``eps`` and ``rtol``.
-        """
-        if self._pending:
-            values = torch.stack([numbers for _, _, numbers, _ in self._pending]).tolist()
-            for (step, layer, _, failures), numbers in zip(self._pending, values, strict=True):
-                named = dict(zip(_NUMBERS, numbers, strict=True))
-                record = {"step": step, "layer": layer, **named, "rank": int(named["rank"]), "failures": failures}
-                self._records.append(record)
-                self._latest[layer] = record
-            self._pending.clear()
+        """Return all records, oldest first, as plain dicts."""
+        self._read()
+        self._warn_if_silent()
         return list(self._records)
 
     def drain(self) -> list[dict[str, Any]]:
@@ -95,21 +131,62 @@ class ConditionMonitor:
         return records
 
     def latest(self) -> dict[str, dict[str, Any]]:
-        """Return the newest record of each layer."""
-        self.history()
-        return dict(self._latest)
+        """Return the newest training record of each layer; for a layer without one, the newest in eval mode."""
+        self._read()
+        self._warn_if_silent()
+        order = sorted(self._newest, key=lambda key: key[1] == "train")
+        newest = {layer: self._newest[layer, mode] for layer, mode in order}
+        return {layer: newest[layer] for layer in self._layers if layer in newest}
 
     def log(self, writer: Writer, step: int) -> None:
-        """Write the newest record of each layer as ``condition/<layer>/<number>`` at ``step``."""
-        for layer, record in self.latest().items():
+        """Write the newest records as ``condition/<layer>/<number>``, those in eval mode as ``condition/eval/...``."""
+        self._read()
+        self._warn_if_silent()
+        for (layer, mode), record in self._newest.items():
             for name in (*_NUMBERS, "failures"):
-                writer.add_scalar(f"condition/{layer}/{name}", record[name], step)
+                writer.add_scalar(f"condition/{'eval/' * (mode == 'eval')}{layer}/{name}", record[name], step)
+
+    def plot(self, ax: Any = None, *, number: str = "cond_support") -> Any:
+        """Draw a number of all records over the steps, a line for each layer and mode; needs matplotlib.
+
+        Args:
+            ax: the axes of matplotlib to draw on; ``None`` makes new ones.
+            number: ``"cond"``, ``"cond_support"``, ``"cond_eps"``, ``"cond_floor"`` or ``"rank"``.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ArgumentError: an unknown number.
+            ImportError: matplotlib is not installed.
+        """
+        check_choice(number, _NUMBERS, "number", "ConditionMonitor.plot")
+        if ax is None:
+            try:
+                import matplotlib.pyplot as plt
+            except ImportError:
+                raise ImportError(
+                    "ConditionMonitor.plot needs matplotlib; run: pip install matplotlib, or draw history() yourself."
+                ) from None
+            ax = plt.figure().add_subplot()
+        records = self.history()
+        for layer, mode in self._num_records:
+            own = [record for record in records if (record["layer"], record["mode"]) == (layer, mode)]
+            values = [record[number] if math.isfinite(record[number]) else math.nan for record in own]
+            style = {"linestyle": "none", "marker": "."} if mode == "eval" else {}
+            ax.plot([record["step"] for record in own], values, label=f"{layer} ({mode})", **style)
+        if number in _CONDITIONS:
+            ax.set_yscale("log")
+        if self._num_records:
+            ax.legend()
+        ax.set_xlabel("step")
+        ax.set_ylabel(number)
+        return ax
 
     def close(self) -> None:
         """Stop recording; the history stays."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._remove_hooks()
+        self._warn_if_silent()
 
     def __enter__(self) -> Self:
         return self
@@ -117,28 +194,188 @@ class ConditionMonitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._remove_hooks()
+        if kind is None:
+            self._warn_if_silent()
+
+    def __repr__(self) -> str:
+        return f"ConditionMonitor(layers={list(self._layers)!r}, every={self.every}, rtol={self.rtol})"
+
+    def __str__(self) -> str:
+        head, rows = self._table()
+        if not rows:
+            return f"{self!r}: no records yet"
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        texts = (True, True, *(False for _ in head[2:]))  # layer and mode are texts, the others numbers
+        lines = [
+            "  ".join(
+                cell.ljust(width) if is_text else cell.rjust(width)
+                for cell, width, is_text in zip(row, widths, texts, strict=True)
+            )
+            for row in (head, *rows)
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _repr_html_(self) -> str:
+        head, rows = self._table()
+        if not rows:
+            return f"<p>{html.escape(str(self))}</p>"
+        lines = ["".join(f"<th>{name}</th>" for name in head)]
+        lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        """Return head and rows: the newest record of each layer and mode, and the sum of its failures."""
+        self._read()
+        self._warn_if_silent()
+        rows = [
+            [layer, mode, str(self._num_records[layer, mode]), str(record["step"]), str(record["rank"])]
+            + [f"{record[name]:.3g}" for name in _CONDITIONS]
+            + [str(self._failures[layer, mode])]
+            for (layer, mode), record in self._newest.items()
+        ]
+        return ["layer", "mode", "records", "last step", "rank", *_CONDITIONS, "failures"], rows
+
+    def _read(self) -> None:
+        """Turn what was measured into records; here, and only here, the host waits for the device."""
+        if not self._pending:
+            return
+        kinds = {(reading.numbers.device, reading.numbers.dtype) for reading in self._pending}
+        values = {
+            kind: iter(
+                torch.stack([r.numbers for r in self._pending if (r.numbers.device, r.numbers.dtype) == kind]).tolist()
+            )
+            for kind in kinds
+        }
+        for step, layer, mode, numbers, failures in self._pending:
+            named = dict(zip(_NUMBERS, next(values[numbers.device, numbers.dtype]), strict=True))
+            named["rank"] = int(named["rank"])
+            record = {"step": step, "layer": layer, "mode": mode, **named, "failures": failures}
+            self._records.append(record)
+            self._newest[layer, mode] = record
+            self._num_records[layer, mode] += 1
+            self._failures[layer, mode] += failures
+        self._pending.clear()
+
+    def _warn_if_silent(self) -> None:
+        """Warn, once, where nothing was recorded because the model was in eval mode all the time."""
+        if self._forwards and not self.evaluation and all(mode == "eval" for _, mode in self._forwards):
+            self._warn(
+                "ConditionMonitor recorded nothing: every forward was in eval mode, and it records training forwards; "
+                "call model.train() before, or pass evaluation=True."
+            )
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, OrthocondWarning, stacklevel=4)
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     @uncompiled
-    def _before(self, name: str, *_: Any) -> None:
+    @torch.no_grad()
+    def _before(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if layer is not self._layers[name]:  # a copy of the model has a copy of the hook
+            return
+        is_own = isinstance(layer, MetaLayer) and layer.training  # then the layer's eigenvalues are there afterwards
+        is_due = self._is_due(name, layer)
+        self._measured[name] = self._of_input(name, layer, tensors((args, kwargs))) if is_due and not is_own else None
         self._failures_before[name] = _num_failures()
 
     @uncompiled
     @torch.no_grad()
     def _after(self, name: str, layer: nn.Module, *_: Any) -> None:
-        if layer is not self._layers[name] or not layer.training:  # a copy of the model has a copy of the hook
+        if layer is not self._layers[name] or name not in self._failures_before:
             return
-        assert isinstance(layer, MetaLayer)
-        step = self._forwards[name]
-        self._forwards[name] += 1
-        eigenvalues = layer.last_eigenvalues if step % self.every == 0 else None
-        if eigenvalues is None:
-            return
-        rounding = eigenvalues.shape[-1] * torch.finfo(torch.float32).eps
-        found = spectrum_of(eigenvalues, eps=layer.eps, rtol=rounding if layer.rtol is None else layer.rtol)
-        worst = [found.cond.max(), found.cond_support.max(), found.cond_eps.max(), found.rank.min()]
-        numbers = torch.stack([number.to(eigenvalues.dtype) for number in worst])
-        self._pending.append((step, name, numbers, _num_failures() - self._failures_before[name]))
+        failures = _num_failures() - self._failures_before.pop(name)
+        numbers, is_due = self._measured.pop(name), self._is_due(name, layer)
+        mode = _mode(layer)
+        step = self._forwards[name, "train"]
+        self._forwards[name, mode] += 1
+        if is_due and isinstance(layer, MetaLayer) and layer.training and layer.last_eigenvalues is not None:
+            numbers = self._numbers(layer.last_eigenvalues, layer)
+        if numbers is not None:
+            self._pending.append(_Reading(step, name, mode, numbers, failures))
+
+    def _is_due(self, name: str, layer: nn.Module) -> bool:
+        mode = _mode(layer)
+        return (mode == "train" or self.evaluation) and self._forwards[name, mode] % self.every == 0
+
+    def _of_input(self, name: str, layer: nn.Module, inputs: list[Tensor]) -> Tensor | None:
+        """Return the numbers of the covariance of a layer's input, from float64; None under a transform or a tracer."""
+        if not is_plain():
+            return None
+        if not inputs or not inputs[0].is_floating_point() or inputs[0].ndim < 2:
+            shape = f"{inputs[0].dtype} {tuple(inputs[0].shape)}" if inputs else "no tensor"
+            self._warn(
+                f"ConditionMonitor can't watch {name!r} ({type(layer).__name__}): its input is {shape}, not a floating "
+                "tensor (N, C, ...); name the layer that gets the features."
+            )
+            return None
+        samples = _samples(layer, widen(inputs[0].detach()))
+        if samples.numel() == 0:
+            return None
+        try:
+            eigenvalues = spectrum(covariance(samples)).eigenvalues
+        except NonFiniteError:  # watching must not end a run
+            return samples.new_tensor([math.nan] * len(_CONDITIONS) + [0.0])
+        return self._numbers(eigenvalues, layer)
+
+    def _numbers(self, eigenvalues: Tensor, layer: nn.Module) -> Tensor | None:
+        """Return the numbers of the worst of several matrices from their eigenvalues ``(..., n)``."""
+        if eigenvalues.numel() == 0:
+            return None
+        eps = getattr(layer, "eps", None)
+        numbers = spectrum_of(eigenvalues, eps=eps if isinstance(eps, int | float) else 0.0, rtol=self.rtol)
+        raised = eigenvalues.clamp(min=_FLOOR)
+        cond_floor = raised.amax(-1) / raised.amin(-1)
+        worst = [numbers.cond.max(), numbers.cond_support.max(), numbers.cond_eps.max(), cond_floor.max()]
+        return torch.stack([*worst, numbers.rank.min().to(eigenvalues.dtype)])
+
+
+class _Reading(NamedTuple):
+    """A record whose numbers may still be on their way."""
+
+    step: int
+    layer: str
+    mode: Literal["train", "eval"]
+    numbers: Tensor
+    failures: int
+
+
+def _watched(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
+    """Return the meta-layers and the layers named, without the prefixes of wrappers."""
+    modules = {_plain(name): module for name, module in model.named_modules()}
+    layers: dict[str, nn.Module] = {name: layer for name, layer in modules.items() if isinstance(layer, MetaLayer)}
+    for name in names:
+        plain = _plain(name) if _plain(name) in modules else _plain(name).removeprefix("module.")
+        check_choice(plain, modules, "layer", "ConditionMonitor")
+        layers[plain] = modules[plain]
+    if not layers:
+        raise ArgumentError(
+            "ConditionMonitor found no meta-layer in the model; name the layers whose input it should watch, e.g. "
+            "ConditionMonitor(model, layers=['bn1']), or put a meta-layer in, e.g. with orthocond.nn.convert_batchnorm."
+        )
+    return layers
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def _samples(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return the input of a layer as samples ``(..., C, N)``."""
+    if isinstance(layer, MetaLayer):
+        return layer.samples(x)
+    is_last = isinstance(layer, nn.Linear | nn.LayerNorm | nn.RMSNorm | nn.MultiheadAttention)
+    return x.movedim(-1 if is_last else 1, 0).flatten(1)
+
+
+def _mode(layer: nn.Module) -> Literal["train", "eval"]:
+    return "train" if layer.training else "eval"
 
 
 def _num_failures() -> int:

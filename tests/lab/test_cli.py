@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from orthocond.lab.installing import install_command
 from orthocond.lab.methods import ALL
 from orthocond.lab.presets import PRESETS
 from orthocond.lab.runs import read_config
@@ -106,10 +107,11 @@ def test_a_folder_without_room_keeps_what_is_there(tmp_path, command_line):
 def test_without_its_dependencies_it_says_what_to_install(tmp_path):
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')")
     command = [sys.executable, "-m", "orthocond", "presets"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 1
-    assert done.stderr.strip() == "orthocond: the laboratory needs typer; install it by: pip install 'orthocond[lab]'"
+    advice = f"orthocond: the laboratory needs typer; install it by: {install_command('lab')}"
+    assert done.stderr.strip() == advice
 
 
 def test_a_terminal_gets_a_progress_bar(tmp_path):

@@ -8,6 +8,7 @@ False
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -20,8 +21,10 @@ from torch.autograd import forward_ad
 __all__ = [
     "NAMES",
     "forward_mode_is_on",
+    "graph_task_id",
     "is_tracing",
     "is_transformed",
+    "num_compiled_frames",
     "num_dispatch_modes",
     "set_forward_mode",
     "transforms_are_active",
@@ -48,6 +51,7 @@ NAMES: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "transforms_are_active": ("torch._C._are_functorch_transforms_active", lambda: True),
         "is_transformed": ("torch._C._functorch.is_functorch_wrapped_tensor", lambda _: True),
         "num_dispatch_modes": ("torch._C._len_torch_dispatch_stack", lambda: 1),
+        "graph_task_id": ("torch._C._current_graph_task_id", lambda: -1),
         "is_tracing": ("torch._C._is_tracing", lambda: torch.jit.is_tracing()),  # type: ignore[attr-defined]  # public, all the same
         "unwrap_dead_wrappers": ("torch._functorch.utils.unwrap_dead_wrappers", None),
         "set_forward_mode": ("torch.autograd.forward_ad._set_fwd_grad_enabled", None),
@@ -72,6 +76,8 @@ is_transformed: Callable[[Tensor], bool] = _looked_up("is_transformed")
 """Return whether a tensor may be one of a transform of `torch.func`."""
 num_dispatch_modes: Callable[[], int] = _looked_up("num_dispatch_modes")
 """Return how many modes may look on at each operation."""
+graph_task_id: Callable[[], int] = _looked_up("graph_task_id")
+"""Return the number of the backward pass that this thread is in; -1 if it is in none, or can't tell."""
 is_tracing: Callable[[], bool] = _looked_up("is_tracing")
 """Return whether `torch.jit.trace` looks on."""
 unwrap_dead_wrappers: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = _looked_up("unwrap_dead_wrappers")
@@ -85,3 +91,9 @@ tree_map_only: Callable[[type, Callable[[Any], Any], Any], Any] = _looked_up("tr
 def forward_mode_is_on() -> bool:
     """Return whether forward derivatives may be asked for: a level of `torch.autograd.forward_ad` is open."""
     return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def num_compiled_frames() -> int:
+    """Return how many frames `torch.compile` is known to have compiled in this process."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return int(counters.get("frames", {}).get("ok", 0))

@@ -1,6 +1,5 @@
 """Finding out what eigendecompositions and singular value decompositions do to a gradient, in any model."""
 
-import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -8,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from orthocond._core.private import num_compiled_frames
 from orthocond.diagnosis._calls import Call
 from orthocond.diagnosis._findings import VERDICTS, Finding, finding
 from orthocond.diagnosis._report import as_html, as_text
@@ -113,7 +113,7 @@ class Diagnosis:
             self._note(_COMPILED)
         elif model is not None:
             watch.follow(model)
-        self._compiled_before = _num_compiled()
+        self._compiled_before = num_compiled_frames()
         watch.__enter__()
         self._watches.append(watch)
         return self
@@ -125,7 +125,7 @@ class Diagnosis:
         watch.__exit__(kind, error, trace)
         watch.remove()
         self._interrupted |= kind is not None and issubclass(kind, Exception)
-        if _num_compiled() > self._compiled_before:
+        if num_compiled_frames() > self._compiled_before:
             self._note(_COMPILED)
 
     def _note(self, sentence: str) -> None:
@@ -135,12 +135,6 @@ class Diagnosis:
 
 def _is_compiled(layer: nn.Module) -> bool:
     return hasattr(layer, "_orig_mod") or getattr(layer, "_compiled_call_impl", None) is not None
-
-
-def _num_compiled() -> int:
-    """Return how many frames `torch.compile` has compiled in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["frames"]["ok"])
 
 
 def _without_recomputed(calls: list[Call]) -> list[Call]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orthocond._core.private import graph_task_id, transforms_are_active
 from orthocond.diagnosis._flow import Use
 from orthocond.diagnosis._measure import Gradient, Spread, eigen_gradient, singular_gradient, spread
 
@@ -156,7 +157,7 @@ def begin(
     """Return the record of a call that is about to be made, or None for one that can't be looked at."""
     function, kind = entry
     A = _matrix(args, kwargs)
-    if torch._C._are_functorch_transforms_active() or type(A) not in (Tensor, nn.Parameter):
+    if transforms_are_active() or type(A) not in (Tensor, nn.Parameter):
         raise NotImplementedError(f"{function} inside a transform of torch.func, or of a tensor subclass")
     if A.is_meta or A.ndim < 2 or not A.numel() or not (A.is_floating_point() or A.is_complex()):
         return None
@@ -171,7 +172,7 @@ def begin(
         _autocast_unit(A.device.type),
         dict(kwargs),
         finite_input=bool(torch.isfinite(A).all()),
-        during_backward=torch._C._current_graph_task_id() != -1,
+        during_backward=graph_task_id() != -1,
     )
 
 

@@ -3,13 +3,15 @@
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # documented, missing from the stubs
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
+from orthocond._core.private import graph_task_id
 from orthocond.diagnosis._calls import (
     Call,
     begin,
@@ -24,6 +26,18 @@ from orthocond.diagnosis._flow import Flow
 from orthocond.errors import NonFiniteError, SolverError
 
 __all__ = ["Watch"]
+
+
+class _Here(threading.local):
+    """What goes on in a thread."""
+
+    def __init__(self) -> None:
+        self.watches: list[Watch] = []
+        """Those that are entered, innermost last."""
+        self.is_measuring = False
+
+
+_here = _Here()
 
 
 class Watch(TorchFunctionMode):
@@ -44,36 +58,32 @@ class Watch(TorchFunctionMode):
         self.flow = Flow()
         self.after_backward = after_backward
 
+    def __enter__(self) -> Self:
+        _here.watches.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        _here.watches.pop()
+
     def __torch_function__(
         self, function: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call the function, and observe it if it is a decomposition."""
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _here.is_measuring:
             return function(*args, **kwargs)
-        if function is torch.Tensor.backward and type(args[0]) is Tensor:
-            return self._backward(*args, **kwargs)
         entry = entry_of(function, args)
         if entry is None:
             result = function(*args, **kwargs)
             self.flow.step(getattr(function, "__name__", ""), args, result)
+            if function is torch.Tensor.backward and self.after_backward is not None:
+                self.after_backward(args[0])
             return result
         return self._observe(function, entry, args, kwargs)
-
-    def _backward(
-        self,
-        loss: Tensor,
-        gradient: Tensor | None = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:
-        """Do what `torch.Tensor.backward` does, watching what checkpoints compute again inside."""
-        with self:
-            torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
-        for mode in (self, *_get_current_function_mode_stack()):  # self, and those that it is nested in
-            if isinstance(mode, Watch) and mode.after_backward is not None:
-                mode.after_backward(loss)
 
     def _observe(self, function: Any, entry: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         frame = sys._getframe(2)
@@ -111,24 +121,28 @@ class Watch(TorchFunctionMode):
         self.handles.append(node.register_hook(hook))
 
     def _guarded(self, step: Callable[[], Any]) -> Any:
-        """Look without being noticed: no mode, no graph, and no exception of ours in somebody's training."""
+        """Measure without being noticed: no watch, no graph, and no exception of ours in somebody's training."""
         try:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            _here.is_measuring = True
+            with torch.no_grad():
                 return step()
         except Exception as error:
             note = f"A call could not be analysed ({type(error).__name__}: {error})."
             if note not in self.notes:
                 self.notes.append(note)
             return None
+        finally:
+            _here.is_measuring = False
 
     def follow(self, model: nn.Module) -> None:
-        """Watch the modules of a model in other threads too: a mode is active in the thread that enters it alone."""
+        """Watch the modules of a model where the mode is not active: in other threads, and in a backward pass."""
         entered = threading.local()
 
         def before(*_: Any) -> None:
             if not torch.compiler.is_compiling():
-                is_new = all(mode is not self for mode in _get_current_function_mode_stack())
-                entered.stack = [*getattr(entered, "stack", []), is_new]
+                stack = getattr(entered, "stack", [])
+                is_new = not any(stack) and (graph_task_id() != -1 or all(watch is not self for watch in _here.watches))
+                entered.stack = [*stack, is_new]
                 if is_new:
                     self.__enter__()
 

@@ -10,5 +10,7 @@ def main() -> None:
     try:
         from orthocond.lab.cli import main as run
     except ModuleNotFoundError as error:
-        sys.exit(f"orthocond: the laboratory needs {error.name}; install it by: pip install 'orthocond[lab]'")
+        from orthocond.lab.installing import install_command
+
+        sys.exit(f"orthocond: the laboratory needs {error.name}; install it by: {install_command('lab')}")
     run()

@@ -21,6 +21,7 @@ from rich.table import Table
 from orthocond.errors import ArgumentError
 from orthocond.lab.config import Config
 from orthocond.lab.display import number
+from orthocond.lab.installing import install_command
 from orthocond.lab.records import lines_text, read_steps
 from orthocond.lab.runs import RunError, check_same_run, command, read_config, read_status
 
@@ -156,7 +157,7 @@ class RayEngine:
         try:
             import ray
         except ModuleNotFoundError:
-            raise ArgumentError("the engine ray needs Ray; install it by: pip install 'orthocond[ray]'") from None
+            raise ArgumentError(f"the engine ray needs Ray; install it by: {install_command('ray')}") from None
         self._ray, self.slots = ray, sys.maxsize
         if not ray.is_initialized():
             try:

@@ -110,7 +110,7 @@ class _EigenRoots(torch.autograd.Function):
         A, eigenvalues, U, floor = ctx.saved_tensors
         total: Tensor | None = None
         with autocast_off(A.device):
-            for power, G in zip(ctx.powers, grads, strict=False):
+            for power, G in zip(ctx.powers, grads[: len(ctx.powers)], strict=True):
                 if G is not None:
                     part = applied(_EigenDerivative, A, G, eigenvalues, U, floor, power, *ctx.options)
                     total = part if total is None else total + part

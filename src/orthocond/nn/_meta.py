@@ -34,6 +34,10 @@ class MetaLayer(nn.Module):
             self._eigenvalues = spectrum(self._covariance).eigenvalues
         return self._eigenvalues
 
+    def samples(self, x: Tensor) -> Tensor:
+        """Return the input as the samples ``(..., c, N)`` of the covariances that it decomposes: one for each image."""
+        return x.flatten(2)
+
     def extra_repr(self) -> str:
         """Return the options of the root, those with their defaults left out."""
         shown = [f"eps={self.eps}", f"rtol={self.rtol}"]

@@ -146,6 +146,10 @@ class _DecorrelatedBatchNorm(MetaLayer):
             x, gamma, beta, groups=self.groups, root=self._inverse_root, process_group=self.process_group, sync=True
         )
 
+    def samples(self, x: Tensor) -> Tensor:
+        """Return the input as samples ``(groups, c, N)`` over batch and positions."""
+        return x.movedim(1, 0).reshape(self.groups, self.num_features // self.groups, -1)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load a state of BatchNorm as well: its running variance gives a diagonal whitening matrix."""
         variance = state_dict.pop(prefix + "running_var", None) if self.track_running_stats else None
