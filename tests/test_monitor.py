@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import orthocond.monitor
 from orthocond import ConditionMonitor
 from orthocond.errors import ArgumentError, OrthocondWarning
 from orthocond.linalg import covariance, spectrum
@@ -242,6 +243,27 @@ def test_eval_forwards_are_recorded_where_asked_for():
     assert {tag.rpartition("/")[0] for tag, _ in writer.scalars} == {
         "condition/1", "condition/3", "condition/eval/1", "condition/eval/3"
     }  # fmt: skip
+
+
+def test_many_records_are_those_of_single_ones(monkeypatch):
+    """They are reduced many at a time; layers of several dtypes, shapes and solvers are among them."""
+
+    def records(largest_buffer):
+        monkeypatch.setattr(orthocond.monitor, "_LARGEST_BUFFER", largest_buffer)
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(3, 6, 1),
+            DecorrelatedBatchNorm2d(6, solver="newton_schulz"),
+            nn.BatchNorm2d(6),
+            CovariancePool2d(),
+        )
+        with ConditionMonitor(model, layers=["2"], evaluation=True) as monitor:
+            for i in range(4):
+                model.train(i % 2 == 0)(noise(4 + i, 3, 5, 5, seed=i))
+        return monitor.history()
+
+    assert len(records(0)) == 12
+    assert records(0) == records(100) == records(10**6)
 
 
 def test_a_pool_in_eval_mode_is_recorded_by_its_worst_image():

@@ -26,6 +26,7 @@ __all__ = ["ConditionMonitor"]
 _CONDITIONS = ("cond", "cond_support", "cond_eps", "cond_floor")
 _NUMBERS = (*_CONDITIONS, "rank")
 _RTOL = 1e-5
+_LARGEST_BUFFER = 2**17  # eigenvalues that wait for being reduced to numbers
 _FLOOR = torch.finfo(torch.float64).eps
 
 
@@ -106,7 +107,9 @@ class ConditionMonitor:
         self._forwards: Counter[tuple[str, str]] = Counter()
         self._measured: dict[str, Tensor | None] = {}
         self._failures_before: dict[str, int] = {}
-        self._pending: list[_Reading] = []
+        self._readings: list[_Reading] = []
+        self._num_waiting = 0
+        self._reduced: list[tuple[_Key, Tensor]] = []
         self._records: list[dict[str, Any]] = []
         self._newest: dict[tuple[str, str], dict[str, Any]] = {}
         self._num_records: Counter[tuple[str, str]] = Counter()
@@ -238,24 +241,21 @@ class ConditionMonitor:
 
     def _read(self) -> None:
         """Turn what was measured into records; here, and only here, the host waits for the device."""
-        if not self._pending:
-            return
-        kinds = {(reading.numbers.device, reading.numbers.dtype) for reading in self._pending}
+        self._reduce()
+        kinds = {(row.device, row.dtype) for _, row in self._reduced}
         values = {
-            kind: iter(
-                torch.stack([r.numbers for r in self._pending if (r.numbers.device, r.numbers.dtype) == kind]).tolist()
-            )
+            kind: iter(torch.stack([row for _, row in self._reduced if (row.device, row.dtype) == kind]).tolist())
             for kind in kinds
         }
-        for step, layer, mode, numbers, failures in self._pending:
-            named = dict(zip(_NUMBERS, next(values[numbers.device, numbers.dtype]), strict=True))
-            named["rank"] = int(named["rank"])
-            record = {"step": step, "layer": layer, "mode": mode, **named, "failures": failures}
+        for (step, layer, mode, failures), row in self._reduced:
+            numbers = dict(zip(_NUMBERS, next(values[row.device, row.dtype]), strict=True))
+            numbers["rank"] = int(numbers["rank"])
+            record = {"step": step, "layer": layer, "mode": mode, **numbers, "failures": failures}
             self._records.append(record)
             self._newest[layer, mode] = record
             self._num_records[layer, mode] += 1
             self._failures[layer, mode] += failures
-        self._pending.clear()
+        self._reduced.clear()
 
     def _warn_if_silent(self) -> None:
         """Warn, once, where nothing was recorded because the model was in eval mode all the time."""
@@ -291,21 +291,27 @@ class ConditionMonitor:
         if layer is not self._layers[name] or name not in self._failures_before:
             return
         failures = _num_failures() - self._failures_before.pop(name)
-        numbers, is_due = self._measured.pop(name), self._is_due(name, layer)
+        eigenvalues, is_due = self._measured.pop(name), self._is_due(name, layer)
         mode = _mode(layer)
         step = self._forwards[name, "train"]
         self._forwards[name, mode] += 1
         if is_due and isinstance(layer, MetaLayer) and layer.training and layer.last_eigenvalues is not None:
-            numbers = self._numbers(layer.last_eigenvalues, layer)
-        if numbers is not None:
-            self._pending.append(_Reading(step, name, mode, numbers, failures))
+            eigenvalues = layer.last_eigenvalues.clone()  # a compiled layer may use the same memory again
+        if eigenvalues is None or eigenvalues.numel() == 0:
+            return
+        eps = getattr(layer, "eps", None)
+        key = _Key(step, name, mode, failures)
+        self._readings.append(_Reading(key, eigenvalues, eps if isinstance(eps, int | float) else 0.0))
+        self._num_waiting += eigenvalues.numel()
+        if self._num_waiting > _LARGEST_BUFFER:
+            self._reduce()
 
     def _is_due(self, name: str, layer: nn.Module) -> bool:
         mode = _mode(layer)
         return (mode == "train" or self.evaluation) and self._forwards[name, mode] % self.every == 0
 
     def _of_input(self, name: str, layer: nn.Module, inputs: list[Tensor]) -> Tensor | None:
-        """Return the numbers of the covariance of a layer's input, from float64; None under a transform or a tracer."""
+        """Return the eigenvalues of the covariance of a layer's input, in float64; None where a tracer looks on."""
         if not is_plain():
             return None
         if not inputs or not inputs[0].is_floating_point() or inputs[0].ndim < 2:
@@ -319,31 +325,53 @@ class ConditionMonitor:
         if samples.numel() == 0:
             return None
         try:
-            eigenvalues = spectrum(covariance(samples)).eigenvalues
+            return spectrum(covariance(samples)).eigenvalues
         except NonFiniteError:  # watching must not end a run
-            return samples.new_tensor([math.nan] * len(_CONDITIONS) + [0.0])
-        return self._numbers(eigenvalues, layer)
+            return samples.new_full((samples.shape[-2],), math.nan)
 
-    def _numbers(self, eigenvalues: Tensor, layer: nn.Module) -> Tensor | None:
-        """Return the numbers of the worst of several matrices from their eigenvalues ``(..., n)``."""
-        if eigenvalues.numel() == 0:
-            return None
-        eps = getattr(layer, "eps", None)
-        numbers = spectrum_of(eigenvalues, eps=eps if isinstance(eps, int | float) else 0.0, rtol=self.rtol)
-        raised = eigenvalues.clamp(min=_FLOOR)
-        cond_floor = raised.amax(-1) / raised.amin(-1)
-        worst = [numbers.cond.max(), numbers.cond_support.max(), numbers.cond_eps.max(), cond_floor.max()]
-        return torch.stack([*worst, numbers.rank.min().to(eigenvalues.dtype)])
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        """Turn eigenvalues into numbers, for many records at a time: one by one that would cost as much as a layer."""
+        alike: dict[Any, list[int]] = {}
+        for i, (_, l, eps) in enumerate(self._readings):
+            alike.setdefault((l.shape, l.dtype, l.device, eps), []).append(i)
+        rows: dict[int, Tensor] = {}
+        for (shape, _, _, eps), indices in alike.items():
+            eigenvalues = torch.stack([self._readings[i].eigenvalues for i in indices])
+            rows.update(
+                zip(indices, _numbers(eigenvalues.view(len(indices), -1, shape[-1]), eps, self.rtol), strict=True)
+            )
+        self._reduced += [(reading.key, rows[i]) for i, reading in enumerate(self._readings)]
+        self._readings.clear()
+        self._num_waiting = 0
 
 
-class _Reading(NamedTuple):
-    """A record whose numbers may still be on their way."""
+class _Key(NamedTuple):
+    """What is known of a record at once."""
 
     step: int
     layer: str
     mode: Literal["train", "eval"]
-    numbers: Tensor
     failures: int
+
+
+class _Reading(NamedTuple):
+    """A record whose numbers have yet to be computed."""
+
+    key: _Key
+    eigenvalues: Tensor
+    eps: float
+
+
+def _numbers(eigenvalues: Tensor, eps: float, rtol: float) -> Tensor:
+    """Return for several records `_NUMBERS` of the worst matrix, from eigenvalues ``(records, matrices, n)``."""
+    measured = spectrum_of(eigenvalues, eps=eps, rtol=rtol)
+    raised = eigenvalues.clamp(min=_FLOOR)
+    conditions = torch.stack(
+        [measured.cond, measured.cond_support, measured.cond_eps, raised.amax(-1) / raised.amin(-1)], -1
+    )
+    conditions = torch.where(eigenvalues.isnan().any(-1, keepdim=True), torch.nan, conditions)
+    return torch.cat([conditions.amax(1), measured.rank.amin(1, keepdim=True).to(conditions.dtype)], 1)
 
 
 def _watched(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
