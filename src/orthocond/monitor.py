@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from orthocond._core.applying import is_plain
 from orthocond._core.compiling import HookNotice, uncompiled
 from orthocond._core.precision import widen
-from orthocond.errors import ArgumentError, NonFiniteError, OrthocondWarning, check_choice, check_nonnegative
+from orthocond.errors import (
+    ArgumentError,
+    NonFiniteError,
+    OrthocondWarning,
+    SolverError,
+    check_choice,
+    check_nonnegative,
+)
 from orthocond.graph import tensors, unwrapped
 from orthocond.linalg import covariance, solver_failures, spectrum
 from orthocond.linalg._spectrum import spectrum_of
@@ -105,9 +112,9 @@ class ConditionMonitor:
         check_nonnegative(self.rtol, "rtol", "ConditionMonitor")
         self._layers = _watched(unwrapped(model), [layers] if isinstance(layers, str) else list(layers or ()))
         self._forwards: Counter[tuple[str, str]] = Counter()
-        self._measured: dict[str, Tensor | None] = {}
+        self._measured: dict[str, _Measured | None] = {}
         self._failures_before: dict[str, int] = {}
-        self._readings: list[_Reading] = []
+        self._readings: list[tuple[_Key, _Measured, float]] = []
         self._num_waiting = 0
         self._reduced: list[tuple[_Key, Tensor]] = []
         self._records: list[dict[str, Any]] = []
@@ -291,18 +298,18 @@ class ConditionMonitor:
         if layer is not self._layers[name] or name not in self._failures_before:
             return
         failures = _num_failures() - self._failures_before.pop(name)
-        eigenvalues, is_due = self._measured.pop(name), self._is_due(name, layer)
+        measured, is_due = self._measured.pop(name), self._is_due(name, layer)
         mode = _mode(layer)
         step = self._forwards[name, "train"]
         self._forwards[name, mode] += 1
         if is_due and isinstance(layer, MetaLayer) and layer.training and layer.last_eigenvalues is not None:
-            eigenvalues = layer.last_eigenvalues.clone()  # a compiled layer may use the same memory again
-        if eigenvalues is None or eigenvalues.numel() == 0:
+            measured = _Measured(layer.last_eigenvalues.clone())  # a compiled layer may use the same memory again
+        if measured is None or measured.eigenvalues.numel() == 0:
             return
         eps = getattr(layer, "eps", None)
         key = _Key(step, name, mode, failures)
-        self._readings.append(_Reading(key, eigenvalues, eps if isinstance(eps, int | float) else 0.0))
-        self._num_waiting += eigenvalues.numel()
+        self._readings.append((key, measured, eps if isinstance(eps, int | float) else 0.0))
+        self._num_waiting += measured.eigenvalues.numel()
         if self._num_waiting > _LARGEST_BUFFER:
             self._reduce()
 
@@ -310,7 +317,7 @@ class ConditionMonitor:
         mode = _mode(layer)
         return (mode == "train" or self.evaluation) and self._forwards[name, mode] % self.every == 0
 
-    def _of_input(self, name: str, layer: nn.Module, inputs: list[Tensor]) -> Tensor | None:
+    def _of_input(self, name: str, layer: nn.Module, inputs: list[Tensor]) -> "_Measured | None":
         """Return the eigenvalues of the covariance of a layer's input, in float64; None where a tracer looks on."""
         if not is_plain():
             return None
@@ -325,23 +332,26 @@ class ConditionMonitor:
         if samples.numel() == 0:
             return None
         try:
-            return spectrum(covariance(samples)).eigenvalues
-        except NonFiniteError:  # watching must not end a run
-            return samples.new_full((samples.shape[-2],), math.nan)
+            return _Measured(spectrum(covariance(samples)).eigenvalues)
+        except (NonFiniteError, SolverError):  # watching must not end a run
+            return _Measured(samples.new_full((samples.shape[-2],), math.nan))
 
     @torch.no_grad()
     def _reduce(self) -> None:
         """Turn eigenvalues into numbers, for many records at a time: one by one that would cost as much as a layer."""
         alike: dict[Any, list[int]] = {}
-        for i, (_, l, eps) in enumerate(self._readings):
-            alike.setdefault((l.shape, l.dtype, l.device, eps), []).append(i)
+        for i, (_, (l, floor), eps) in enumerate(self._readings):
+            alike.setdefault((l.shape, l.dtype, l.device, floor is None, eps), []).append(i)
         rows: dict[int, Tensor] = {}
-        for (shape, _, _, eps), indices in alike.items():
-            eigenvalues = torch.stack([self._readings[i].eigenvalues for i in indices])
-            rows.update(
-                zip(indices, _numbers(eigenvalues.view(len(indices), -1, shape[-1]), eps, self.rtol), strict=True)
+        for (shape, _, _, _, eps), indices in alike.items():
+            eigenvalues = torch.stack([self._readings[i][1].eigenvalues for i in indices])
+            floors = [floor for i in indices if (floor := self._readings[i][1].floor) is not None]
+            measured = _Measured(
+                eigenvalues.view(len(indices), -1, shape[-1]),
+                torch.stack(floors).view(len(indices), -1) if floors else None,
             )
-        self._reduced += [(reading.key, rows[i]) for i, reading in enumerate(self._readings)]
+            rows.update(zip(indices, _numbers(measured, eps, self.rtol), strict=True))
+        self._reduced += [(key, rows[i]) for i, (key, _, _) in enumerate(self._readings)]
         self._readings.clear()
         self._num_waiting = 0
 
@@ -355,23 +365,23 @@ class _Key(NamedTuple):
     failures: int
 
 
-class _Reading(NamedTuple):
-    """A record whose numbers have yet to be computed."""
+class _Measured(NamedTuple):
+    """What was measured of the covariances of a layer."""
 
-    key: _Key
     eigenvalues: Tensor
-    eps: float
+    """``(..., n)``"""
+    floor: Tensor | None = None
+    """``(...)``: the rounding noise of each covariance, where it is known."""
 
 
-def _numbers(eigenvalues: Tensor, eps: float, rtol: float) -> Tensor:
+def _numbers(measured: _Measured, eps: float, rtol: float) -> Tensor:
     """Return for several records `_NUMBERS` of the worst matrix, from eigenvalues ``(records, matrices, n)``."""
-    measured = spectrum_of(eigenvalues, eps=eps, rtol=rtol)
+    eigenvalues, floor = measured
+    found = spectrum_of(eigenvalues, eps=eps, rtol=rtol, floor=floor)
     raised = eigenvalues.clamp(min=_FLOOR)
-    conditions = torch.stack(
-        [measured.cond, measured.cond_support, measured.cond_eps, raised.amax(-1) / raised.amin(-1)], -1
-    )
+    conditions = torch.stack([found.cond, found.cond_support, found.cond_eps, raised.amax(-1) / raised.amin(-1)], -1)
     conditions = torch.where(eigenvalues.isnan().any(-1, keepdim=True), torch.nan, conditions)
-    return torch.cat([conditions.amax(1), measured.rank.amin(1, keepdim=True).to(conditions.dtype)], 1)
+    return torch.cat([conditions.amax(1), found.rank.amin(1, keepdim=True).to(conditions.dtype)], 1)
 
 
 def _watched(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
@@ -385,7 +395,8 @@ def _watched(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
     if not layers:
         raise ArgumentError(
             "ConditionMonitor found no meta-layer in the model; name the layers whose input it should watch, e.g. "
-            "ConditionMonitor(model, layers=['bn1']), or put a meta-layer in, e.g. with orthocond.nn.convert_batchnorm."
+            "ConditionMonitor(model, layers=['bn1']), or put a meta-layer in, e.g. by orthocond.nn.convert_batchnorm; "
+            "orthocond.diagnose(model) watches your own calls of eigh, svd and matrix_inv_sqrth."
         )
     return layers
 
