@@ -11,6 +11,7 @@ from typing import Any
 
 import typer.main
 
+from orthocond._core.options import spelled
 from orthocond.lab.cli import app
 from orthocond.lab.config import Config
 from orthocond.lab.methods import ALL, PAPER, method
@@ -39,7 +40,7 @@ def registry(path: str) -> str:
     module, _, name = path.rpartition(".")
     rows = []
     for entry in getattr(importlib.import_module(module), name).values():
-        options = ", ".join(f"{option}={default}" for option, default in entry.options.items())
+        options = ", ".join(f"{option}={spelled(default)}" for option, default in entry.options.items())
         shown = f"{entry.name}({options})" if options else entry.name
         rows.append([f"`{shown}`", _plain(entry.description), _plain(entry.reference)])
     return table(["name, with its options' defaults", "what it is", "reference"], rows)

@@ -21,16 +21,17 @@ from orthocond.nn import DecorrelatedBatchNorm2d
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from cifar_small import STEMS, batches, error, experiment, mean_and_std, network, optimizer_and_schedule
 
-METHODS = {"svd": ("none", {}), "svd+nog": ("nog", {})}
+METHODS = {"svd": "none", "svd+nog": "nog"}
 for spec, kind, normalize in itertools.product(("ow", "nog+ow", "nog+ow+olr"), ("kernel", "operator"), (False, True)):
-    METHODS[f"svd+{spec}, {kind}{', bounded' if normalize else ''}"] = (spec, {"kind": kind, "normalize": normalize})
+    METHODS[f"svd+{spec}, {kind}{', bounded' if normalize else ''}"] = spec.replace(
+        "ow", f"ow(kind={kind}, normalize={normalize})"
+    )
 
 
 def run(train, test, stem, method, seed, steps):
     torch.manual_seed(seed)
-    spec, options = METHODS[method]
     model = network(STEMS[stem], DecorrelatedBatchNorm2d(STEMS[stem], rtol=1e-3)).train()
-    treatment = orthocond.treat(model, "0", spec, **options)
+    treatment = orthocond.treat(model, "0", METHODS[method])
     optimizer, make_schedule = optimizer_and_schedule(model, steps)
     treatment.attach(optimizer)
     schedule = make_schedule()

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 
-from orthocond._core.layout import kernel_matrix, matrix_kernel
+from orthocond._core.layout import Layout
 from orthocond.errors import ArgumentError
 from orthocond.nn import is_orthogonal, orthogonal_loss, orthogonal_weight
 
@@ -31,8 +31,7 @@ LAYERS = {
 
 
 def matrix_of(layer):
-    transposed = isinstance(layer, nn.modules.conv._ConvTransposeNd)
-    return kernel_matrix(layer.weight.detach(), groups=getattr(layer, "groups", 1), transposed=transposed)
+    return Layout.of(layer).matrix(layer.weight.detach())
 
 
 def is_frame(matrix, atol=1e-5):
@@ -307,7 +306,7 @@ def test_bad_input(call, message):
 @pytest.mark.parametrize(
     ("shape", "groups", "transposed"), [((8, 3, 3), 2, False), ((8, 3, 3), 2, True), ((4, 5), 1, False)]
 )
-def test_kernel_matrix_and_back(shape, groups, transposed):
+def test_the_matrix_of_a_kernel_and_back(shape, groups, transposed):
     weight = noise(*shape)
-    matrix = kernel_matrix(weight, groups=groups, transposed=transposed)
-    assert torch.equal(matrix_kernel(matrix, weight, groups=groups, transposed=transposed), weight)
+    layout = Layout(groups, transposed)
+    assert torch.equal(layout.kernel(layout.matrix(weight), weight), weight)

@@ -1,12 +1,16 @@
 """Which matrix is meant by the weight of a layer."""
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import Self
 
-__all__ = ["kernel_matrix", "matrix_kernel"]
+from torch import Tensor, nn
+
+__all__ = ["Layout"]
 
 
-def kernel_matrix(weight: Tensor, *, groups: int = 1, transposed: bool = False) -> Tensor:
-    """Return the matrix of a linear layer or a convolution: a row for each output channel.
+@dataclass(frozen=True)
+class Layout:
+    """How the weight of a linear layer or a convolution is read as a matrix: one row per output channel.
 
     | layer | weight | matrix |
     | --- | --- | --- |
@@ -17,22 +21,30 @@ def kernel_matrix(weight: Tensor, *, groups: int = 1, transposed: bool = False) 
     Each group of a convolution is a map of its own, so it is a matrix of its own.
 
     Example:
-        >>> import torch
-        >>> kernel_matrix(torch.nn.Conv2d(3, 64, 3).weight).shape
-        torch.Size([64, 27])
-        >>> kernel_matrix(torch.nn.Conv2d(8, 16, 3, groups=4).weight, groups=4).shape
+        >>> conv = nn.Conv2d(8, 16, 3, groups=4)
+        >>> Layout.of(conv).matrix(conv.weight).shape
         torch.Size([4, 4, 18])
     """
-    grouped: Tensor = weight.unflatten(0, (groups, -1))
-    if transposed:
-        grouped = grouped.transpose(1, 2)
-    matrix = grouped.flatten(2)
-    return matrix.squeeze(0) if groups == 1 else matrix
 
+    groups: int = 1
+    transposed: bool = False
 
-def matrix_kernel(matrix: Tensor, like: Tensor, *, groups: int = 1, transposed: bool = False) -> Tensor:
-    """Return the weight of the shape of ``like`` whose `kernel_matrix` is ``matrix``."""
-    if not transposed:
-        return matrix.reshape(like.shape)
-    grouped = matrix.reshape(groups, like.shape[1], like.shape[0] // groups, *like.shape[2:])
-    return grouped.transpose(1, 2).reshape(like.shape)
+    @classmethod
+    def of(cls, layer: nn.Module) -> Self:
+        """Return the layout of a layer's weight."""
+        return cls(getattr(layer, "groups", 1), isinstance(layer, nn.modules.conv._ConvTransposeNd))
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """Return the matrix of a weight, or of anything of its shape."""
+        grouped: Tensor = weight.unflatten(0, (self.groups, -1))
+        if self.transposed:
+            grouped = grouped.transpose(1, 2)
+        matrix = grouped.flatten(2)
+        return matrix.squeeze(0) if self.groups == 1 else matrix
+
+    def kernel(self, matrix: Tensor, like: Tensor) -> Tensor:
+        """Return the weight of the shape of ``like`` whose matrix is ``matrix``."""
+        if not self.transposed:
+            return matrix.reshape(like.shape)
+        grouped = matrix.reshape(self.groups, like.shape[1], like.shape[0] // self.groups, *like.shape[2:])
+        return grouped.transpose(1, 2).reshape(like.shape)

@@ -1,19 +1,20 @@
 """Choices by name: frozen registries whose entries describe themselves and carry what they do.
 
-A choice is written as its name, with its options in parentheses where the defaults don't fit:
-``"newton_schulz"`` or ``"newton_schulz(iterations=20)"``. One string goes through every layer, command
-line and configuration file unchanged.
+How a choice is written as text is in `orthocond._core.options`.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from orthocond._core.options import Kind, parsed_choice, parsed_value, spelled
 from orthocond.errors import ArgumentError, check_choice
 
-__all__ = ["Entry", "frozen", "resolve"]
+__all__ = ["Entry", "Option", "frozen", "resolve"]
+
+Option = int | float | bool | str
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Entry:
     name: str
     description: str
     reference: str
-    options: Mapping[str, int | float] = field(default_factory=dict)
+    options: Mapping[str, Option] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", MappingProxyType(dict(self.options)))
@@ -37,7 +38,7 @@ def frozen(*entries: E) -> Mapping[str, E]:
     return MappingProxyType({entry.name: entry for entry in entries})
 
 
-def resolve(registry: Mapping[str, E], choice: str, argument: str, caller: str) -> tuple[E, dict[str, int | float]]:
+def resolve(registry: Mapping[str, E], choice: str, argument: str, caller: str) -> tuple[E, dict[str, Any]]:
     """Return the entry that ``choice`` names and its options, defaults filled in.
 
     Raises:
@@ -45,28 +46,28 @@ def resolve(registry: Mapping[str, E], choice: str, argument: str, caller: str) 
     """
     if isinstance(choice, str) and choice in registry:  # the usual case, and called for every root
         return registry[choice], dict(registry[choice].options)
-    name, parenthesis, rest = choice.partition("(") if isinstance(choice, str) else (choice, "", "")
-    name = name.strip() if parenthesis else name
+    name, problem, texts = choice, "", dict[str, str]()
+    if isinstance(choice, str):
+        try:
+            name, texts = parsed_choice(choice)
+        except ValueError as error:
+            name, problem = choice.partition("(")[0].strip(), str(error)
     check_choice(name, registry, argument, caller)
     entry = registry[name]
-    options = dict(entry.options)
-    if not parenthesis:
-        return entry, options
-    known = ", ".join(f"{option}={default}" for option, default in options.items()) or "none"
-    if not rest.endswith(")"):
-        raise ArgumentError(
-            f"{caller} got {argument}={choice!r} without a closing parenthesis; the options are: {known}."
-        )
-    for item in rest[:-1].split(","):
-        key, _, text = (part.strip() for part in item.partition("="))
+    options: dict[str, Any] = dict(entry.options)
+    known = ", ".join(f"{option}={spelled(default)}" for option, default in options.items()) or "none"
+    if problem:
+        raise ArgumentError(f"{caller} got {argument}={choice!r} {problem}; the options are: {known}.")
+    for key, text in texts.items():
         if key not in options:
             raise ArgumentError(f"{caller} got {argument}={choice!r}; the options of {name} are: {known}.")
-        kind = type(entry.options[key])
+        kind = Kind(type(entry.options[key]))
+        is_number = kind.type in (int, float)
         try:
-            options[key] = kind(text)
-        except ValueError:
-            options[key] = 0
-        if not 0 < options[key] < math.inf:
-            what = "a whole number" if kind is int else "a number"
-            raise ArgumentError(f"{caller} got {argument}={choice!r}; {key} takes {what} > 0, e.g. {known}.")
+            options[key] = parsed_value(text, kind)
+            if is_number and not 0 < options[key] < math.inf:
+                raise ValueError
+        except (ValueError, OverflowError):
+            what = f"{kind} > 0" if is_number else str(kind)
+            raise ArgumentError(f"{caller} got {argument}={choice!r}; {key} takes {what}, e.g. {known}.") from None
     return entry, options

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orthocond._gauge import METRICS
 from orthocond.errors import ArgumentError, check_choice
 from orthocond.lab.methods import method
 from orthocond.lab.models import MODELS
 from orthocond.linalg import GRADIENTS
 from orthocond.nn import KINDS
 from orthocond.optim import RULES
+from orthocond.treatments import METRICS
 
 __all__ = [
     "PLACE",

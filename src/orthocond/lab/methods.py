@@ -3,14 +3,11 @@
 from dataclasses import dataclass
 
 from orthocond.errors import ArgumentError, check_choice
-from orthocond.treatments import TREATMENTS
+from orthocond.treatments import TREATMENTS, canonical_order
 
-__all__ = ["ALL", "DEMO", "ORDER", "PAPER", "Method", "method", "method_list"]
+__all__ = ["ALL", "DEMO", "PAPER", "Method", "method", "method_list"]
 
 _SOLVERS = {"svd": "eigh", "newton_schulz": "newton_schulz", "bn": None}
-ORDER = ("nog", "sn", "ol", "ow", "olr", "gauge")
-"""Of the treatments in a method's name."""
-
 PAPER = (
     "svd",
     "svd+sn",
@@ -74,7 +71,7 @@ def method(name: str) -> Method:
         raise ArgumentError(
             f"the method {name!r} treats a network without a meta-layer; use bn alone, or svd+{'+'.join(parts)}."
         )
-    chosen = [part for part in ORDER if part in parts]
+    chosen = sorted(set(parts), key=canonical_order)
     return Method("+".join([base, *chosen]), _SOLVERS[base], "+".join(chosen) or "none")
 
 

@@ -40,10 +40,11 @@ from orthocond.lab.runs import (
     read_status,
     start_over_command,
 )
-from orthocond.treatments import LastStep, Treatment
+from orthocond.treatments import LastStep, Treatment, parse
 
 __all__ = ["Outcome", "learning_rate_factor", "network", "train"]
 
+_NOTED = ("eta", "switched", "gauged")
 _FLUSH = 10  # steps between writes: what a device computed is waited for no more often
 
 
@@ -246,16 +247,14 @@ class _Run:
         if last is self.last:  # a step that the gradient scaler left out
             last = None
         self.last = last or self.last
-        names = self.treatment.names if self.treatment is not None else ()
+        notes = self.treatment.notes if self.treatment is not None else {}
         record = {
             "kind": "step",
             "step": self.step,
             "epoch": epoch,
             "lr": scheduled,
             "pre_svd_lr": scheduled if last is None else last.learning_rate,
-            "eta": last.eta if last is not None and "olr" in names else None,
-            "switched": last.switched if last is not None and "olr" in names else None,
-            "gauged": last.gauged if last is not None and "gauge" in names else None,
+            **{name: last[name] if last is not None and name in notes else None for name in _NOTED},
         }
         self.pending.append((record, loss.detach()))
 
@@ -518,9 +517,13 @@ def network(config: Config, data: Data, *, sync: bool) -> tuple[nn.Module, Treat
     images, _ = next(iter(data.val_batches(Part(), torch.device("cpu"))))
     settable = ("kind", "normalize", "penalty_weight", "rule", "threshold", "metric")
     settings = {name: getattr(config, name) for name in settable}
+    parts = [
+        type(part)(**{name: value for name, value in settings.items() if name in part.options})
+        for part in parse(chosen.treatment)
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OrthocondWarning)  # a combination that was asked for by its name
-        return model, treat(model, "auto", chosen.treatment, example_input=images[:2], **settings)
+        return model, treat(model, "auto", parts, example_input=images[:2])
 
 
 def learning_rate_factor(config: Config, steps_per_epoch: int, total_steps: int) -> Callable[[int], float]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from orthocond._core.layout import kernel_matrix, matrix_kernel
+from orthocond._core.layout import Layout
 from orthocond.errors import OrthocondWarning
 from orthocond.nn._in_front import layers_in_front
 from orthocond.nn._norm import _DecorrelatedBatchNorm
@@ -147,20 +147,20 @@ def _multiply_into(layer: Any, norm: _DecorrelatedBatchNorm, *, adds_bias: bool)
     old = layer.weight
     weight, shift = (part.double() for part in norm.eval_map())
     dense = torch.block_diag(*weight)
-    transposed = isinstance(layer, nn.modules.conv._ConvTransposeNd)
-    groups = getattr(layer, "groups", 1)
-    matrix = kernel_matrix(old.double(), groups=groups, transposed=transposed)
+    layout = Layout.of(layer)
+    groups, matrix = layout.groups, layout.matrix(old.double())
     like = old
     if groups > 1 and norm.groups % groups == 0:  # the whitening mixes channels within each group alone
         size = len(dense) // groups
         matrix = torch.stack([dense[i * size :][:size, i * size :][:, :size] @ matrix[i] for i in range(groups)])
     elif groups > 1:  # it mixes across groups: the convolution becomes one without groups
         matrix = dense @ torch.block_diag(*matrix)
-        channels = (layer.in_channels, len(dense)) if transposed else (len(dense), layer.in_channels)
-        like, groups, layer.groups = old.new_empty((*channels, *old.shape[2:])), 1, 1
+        channels = (layer.in_channels, len(dense)) if layout.transposed else (len(dense), layer.in_channels)
+        like, layer.groups = old.new_empty((*channels, *old.shape[2:])), 1
+        layout = Layout.of(layer)
     else:
         matrix = dense @ matrix
-    new = matrix_kernel(matrix, like, groups=groups, transposed=transposed).to(old)
+    new = layout.kernel(matrix, like).to(old)
     if old.ndim == 4 and old.is_contiguous(memory_format=torch.channels_last) and not old.is_contiguous():
         new = new.contiguous(memory_format=torch.channels_last)
     shift = shift.flatten()

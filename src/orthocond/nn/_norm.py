@@ -3,15 +3,15 @@
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
 
 from orthocond._core import private
 from orthocond._core.applying import changeable
 from orthocond._core.compiling import uncompiled
+from orthocond._core.distributed import num_processes
 from orthocond._core.precision import at_least_float32, autocast_off, narrow
 from orthocond._core.registry import resolve
 from orthocond.errors import ArgumentError, OrthocondWarning, check_floating
@@ -24,6 +24,19 @@ __all__ = ["DecorrelatedBatchNorm1d", "DecorrelatedBatchNorm2d", "DecorrelatedBa
 
 RANK_RTOL = 1e-4
 """What ``rtol=None`` means for the solvers by eigenvalues; chosen by experiment, see docs/whitening.md."""
+
+
+class LastBatch(NamedTuple):
+    """What a whitening layer keeps of its last training batch."""
+
+    eigenvalues: Tensor
+    """``(groups, c)``, descending."""
+    covariance: Tensor
+    """``(groups, c, c)``."""
+    num_dimensions: int
+    """The input's."""
+    num_processes: int
+    """How many processes the statistics were taken over."""
 
 
 class _DecorrelatedBatchNorm(MetaLayer):
@@ -176,15 +189,16 @@ class _DecorrelatedBatchNorm(MetaLayer):
         (S,), eigenvalues = self._root(P, (-0.5,))
         return S, eigenvalues
 
+    def last_batch(self) -> LastBatch | None:
+        """Return what the treatments in front of the layer need to know of its last training batch; None before it."""
+        eigenvalues, covariance = self.last_eigenvalues, self._covariance
+        if eigenvalues is None or covariance is None or self._last_ndim is None:
+            return None
+        processes = num_processes(self.process_group) if self._is_synchronised() else 1
+        return LastBatch(eigenvalues, covariance, self._last_ndim, processes)
+
     def _is_synchronised(self) -> bool:
-        distributed = torch.distributed
-        return (
-            self.sync
-            and self.training
-            and distributed.is_available()
-            and distributed.is_initialized()
-            and distributed.get_world_size(self.process_group) > 1
-        )
+        return self.sync and self.training and num_processes(self.process_group) > 1
 
     @torch.no_grad()
     def _keep(self, statistics: Statistics) -> None:

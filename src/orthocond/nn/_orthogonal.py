@@ -1,14 +1,12 @@
 """Orthogonal weights: by parametrization, by loss, and the test whether they are."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from orthocond._core import private
 from orthocond._core.applying import is_plain
-from orthocond._core.layout import kernel_matrix, matrix_kernel
+from orthocond._core.layout import Layout
 from orthocond._core.precision import autocast_off, lift, narrow
 from orthocond.errors import ArgumentError, check_choice, check_matrix
 from orthocond.nn._skew import SkewOrthogonalConv2d
@@ -84,9 +82,7 @@ def orthogonal_weight(
         )
     if kind == "operator":
         return SkewOrthogonalConv2d.take_over(module, name, normalize=normalize)
-    transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
-    groups = getattr(module, "groups", 1)
-    kernel = OrthogonalKernel(weight, groups=groups, transposed=transposed, normalize=normalize)
+    kernel = OrthogonalKernel(weight, Layout.of(module), normalize=normalize)
     return parametrize.register_parametrization(module, name, kernel)
 
 
@@ -99,11 +95,11 @@ class OrthogonalKernel(nn.Module):
     _last: tuple[bool, tuple[Tensor, ...], Tensor] | None = None
     """``normalize``, the tensors and the weight made of them."""
 
-    def __init__(self, weight: Tensor, *, groups: int = 1, transposed: bool = False, normalize: bool = False) -> None:
+    def __init__(self, weight: Tensor, layout: Layout, *, normalize: bool) -> None:
         super().__init__()
         self.normalize = normalize
-        self.layout: dict[str, Any] = {"groups": groups, "transposed": transposed}
-        frame = _tall(kernel_matrix(weight.detach(), **self.layout))
+        self.layout = layout
+        frame = _tall(layout.matrix(weight.detach()))
         # Householder reflectors of the orthogonal matrix in front of the exponential: none, that is the identity.
         self.register_buffer("base", torch.zeros_like(frame))
         self.register_buffer("tau", torch.zeros_like(frame[..., 0, :]))
@@ -123,17 +119,17 @@ class OrthogonalKernel(nn.Module):
 
     def _weight(self, W: Tensor) -> Tensor:
         with autocast_off(W.device):
-            matrix = lift(kernel_matrix(W, **self.layout))
+            matrix = lift(self.layout.matrix(W))
             frame = _exponential_frame(_bounded(_tall(matrix)) if self.normalize else _tall(matrix))
             base, tau = self.base.to(frame), self.tau.to(frame)
             frame = torch.ormqr(base, tau, frame) * self.signs.to(frame).unsqueeze(-2)
             frame = frame if matrix.shape[-2] >= matrix.shape[-1] else frame.mT
-            return narrow(matrix_kernel(frame, W, **self.layout), W)
+            return narrow(self.layout.kernel(frame, W), W)
 
     @torch.no_grad()
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Return the tensor to train: zero, and the base set, for an orthogonal weight; the weight itself otherwise."""
-        matrix = kernel_matrix(weight, **self.layout)
+        matrix = self.layout.matrix(weight)
         frame = _tall(lift(matrix))
         if frame.is_meta or not _is_frame(frame, _rounding(frame, weight.dtype)):
             self.base.zero_()

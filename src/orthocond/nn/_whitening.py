@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from orthocond._core.distributed import summed
 from orthocond._core.precision import autocast_off
 from orthocond.errors import ArgumentError, GradientError
 from orthocond.linalg import covariance
@@ -220,11 +220,3 @@ def _same(saved: Tensor) -> Tensor:
 
 def _times(matrices: Tensor, vectors: Tensor) -> Tensor:
     return (matrices @ vectors.unsqueeze(-1)).squeeze(-1)
-
-
-def summed(parts: list[Tensor], process_group: Any) -> list[Tensor]:
-    """Return the sums of the tensors over all processes, in one exchange."""
-    flat = torch.cat([part.reshape(-1) for part in parts])
-    torch.distributed.all_reduce(flat, group=process_group)
-    pieces = flat.split([part.numel() for part in parts])
-    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]

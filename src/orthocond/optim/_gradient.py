@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from orthocond._core.layout import kernel_matrix, matrix_kernel
+from orthocond._core.layout import Layout
 from orthocond.errors import check_floating
 from orthocond.linalg import nearest_orthogonal
 
@@ -46,5 +46,5 @@ def nearest_orthogonal_gradient(
     check_floating(parameter, "nearest_orthogonal_gradient")
     if parameter.grad is None:
         return None
-    matrix = kernel_matrix(parameter.grad.detach(), groups=groups, transposed=transposed)
-    return matrix_kernel(nearest_orthogonal(matrix, solver=solver), parameter, groups=groups, transposed=transposed)
+    layout = Layout(groups, transposed)
+    return layout.kernel(nearest_orthogonal(layout.matrix(parameter.grad.detach()), solver=solver), parameter)

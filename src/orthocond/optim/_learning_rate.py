@@ -5,10 +5,11 @@ import math
 import torch
 from torch import Tensor
 
+from orthocond._core.layout import Layout
 from orthocond._core.precision import widen
 from orthocond.errors import ArgumentError, NonFiniteError, check_choice, check_matrix, check_nonnegative
 
-__all__ = ["RULES", "optimal_learning_rate", "rate_for_matrices"]
+__all__ = ["RULES", "optimal_learning_rate"]
 
 RULES = ("paper", "exact")
 """Of `optimal_learning_rate`: the paper's approximation, or the minimum of the objective itself.
@@ -20,7 +21,13 @@ Example:
 
 
 def optimal_learning_rate(
-    weight: Tensor, gradient: Tensor, *, rule: str = "paper", max_lr: float | None = None
+    weight: Tensor,
+    gradient: Tensor,
+    *,
+    rule: str = "paper",
+    max_lr: float | None = None,
+    groups: int = 1,
+    transposed: bool = False,
 ) -> float:
     r"""Return the learning rate that brings ``weight - lr * gradient`` nearest to an orthogonal matrix.
 
@@ -39,6 +46,8 @@ def optimal_learning_rate(
         gradient: of the same shape.
         rule: ``"paper"`` or ``"exact"``.
         max_lr: the largest rate to return; ``None`` for no limit.
+        groups: of a grouped convolution: each group is a matrix of its own, and the objective is the sum over them.
+        transposed: whether the weight belongs to a transposed convolution ``(in, out, *k)``.
 
     Returns:
         The learning rate, 0 for a zero gradient.
@@ -64,10 +73,11 @@ def optimal_learning_rate(
     if max_lr is not None:
         check_nonnegative(max_lr, "max_lr", "optimal_learning_rate")
     limit = math.inf if max_lr is None else float(max_lr)
-    return rate_for_matrices(weight.flatten(1), gradient.flatten(1), rule, limit)
+    layout = Layout(groups, transposed)
+    return _rate(layout.matrix(weight), layout.matrix(gradient), rule, limit)
 
 
-def rate_for_matrices(weight: Tensor, gradient: Tensor, rule: str, limit: float) -> float:
+def _rate(weight: Tensor, gradient: Tensor, rule: str, limit: float) -> float:
     """Return the same for matrices ``(..., m, n)``: the objective is the sum over those of a batch."""
     W, G = widen(weight.detach()), widen(gradient.detach())
     size = float(torch.linalg.vector_norm(G))

@@ -104,9 +104,9 @@ def _added(*, quick: bool) -> list[dict[str, Any]]:
     """
     specs = {"none": "none", "nog": "nog", "olr": "olr", "ow": "ow", "nog+ow+olr": "nog+ow+olr"}
     contestants = {name: _stem(spec) for name, spec in specs.items()}
-    contestants["gauge, before its first application"] = _stem("gauge", threshold=1e9)
+    contestants["gauge, before its first application"] = _stem("gauge(threshold=1e9)")
     contestants["gauge, after it"] = _stem("gauge", spread=100.0)
-    contestants["gauge, applied"] = _stem("gauge", whole_batch=not quick, threshold=1.0)
+    contestants["gauge, applied"] = _stem("gauge(threshold=1.0)", whole_batch=not quick)
     contestants["none, whole batch"] = _stem("none", whole_batch=not quick)
     contestants["monitor"] = _stem("none", monitored=True)
     budget = Budget(0.0, fewest=3) if quick else Budget(20.0, fewest=50, most=1000)
@@ -122,13 +122,11 @@ def _added(*, quick: bool) -> list[dict[str, Any]]:
     return records
 
 
-def _stem(
-    spec: str, *, monitored: bool = False, whole_batch: bool = False, spread: float = 1.0, **options: float
-) -> Contestant:
+def _stem(spec: str, *, monitored: bool = False, whole_batch: bool = False, spread: float = 1.0) -> Contestant:
     conv = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     conv.weight.data *= torch.linspace(1.0, spread, 27).view(1, 3, 3, 3)  # for a condition number that gauge acts on
     model = nn.Sequential(conv, DecorrelatedBatchNorm2d(64, affine=False))
-    treatment = orthocond.treat(model, "0", spec, **options)
+    treatment = orthocond.treat(model, "0", spec)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4)
     treatment.attach(optimizer)
     if monitored:

@@ -11,8 +11,8 @@ from typing import Any
 from orthocond.errors import ArgumentError
 from orthocond.lab.checkpoints import CHECKPOINTS
 from orthocond.lab.files import read_object
-from orthocond.lab.methods import ORDER
 from orthocond.lab.runs import is_alive, read_status
+from orthocond.treatments import canonical_order
 
 __all__ = ["Run", "canonical_method", "find_runs", "method_order"]
 
@@ -104,7 +104,7 @@ def canonical_method(name: str) -> str:
         'svd+nog+ow+olr'
     """
     solver, *treatments = name.split("+")
-    return "+".join([solver, *sorted(dict.fromkeys(treatments), key=lambda name: _place(name, ORDER))])
+    return "+".join([solver, *sorted(dict.fromkeys(treatments), key=canonical_order)])
 
 
 def method_order(name: str) -> tuple[Any, ...]:
@@ -116,14 +116,14 @@ def method_order(name: str) -> tuple[Any, ...]:
     """
     solver, *treatments = name.split("+")
     first = {"bn": 0, "newton_schulz": 1, "svd": 2}.get(solver, 3)
-    return first, len(treatments), [_place(treatment, _IN_TABLES) for treatment in treatments], name
+    return first, len(treatments), [_place(treatment) for treatment in treatments], name
 
 
 _IN_TABLES = ("sn", "ol", "ow", "nog", "olr", "gauge")
 
 
-def _place(name: str, order: tuple[str, ...]) -> tuple[int, str]:
-    return (order.index(name) if name in order else len(order), name)
+def _place(name: str) -> tuple[int, str]:
+    return (_IN_TABLES.index(name) if name in _IN_TABLES else len(_IN_TABLES), name)
 
 
 def _without_config(folder: Path) -> list[Path]:

@@ -34,7 +34,7 @@ def network(sync):
 
 def trained(wrap, part, spec, sync):
     model = network(sync)
-    treatment = treat(model, "0", spec, threshold=5.0)
+    treatment = treat(model, "0", spec.replace("gauge", "gauge(threshold=5.0)"))
     wrapped = wrap(model)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     treatment.attach(optimizer)

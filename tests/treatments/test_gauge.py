@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from orthocond import ConditionMonitor, treat
-from orthocond._metric import cross_covariance
 from orthocond.errors import ArgumentError, NonFiniteError, OrthocondWarning
 from orthocond.linalg import covariance, spectrum
 from orthocond.nn import (
@@ -23,6 +22,8 @@ from orthocond.nn import (
     fold,
     orthogonal_weight,
 )
+from orthocond.treatments import Gauge, Step
+from orthocond.treatments.gauge._metric import cross_covariance
 
 from cases import noise, rotation
 
@@ -32,6 +33,14 @@ OPTIMIZERS = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
 }
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10}
+
+
+def gauge_of(treatment):
+    return treatment.parts["gauge"]
+
+
+def step_of(treatment, optimizer):
+    return Step(treatment._target, optimizer, optimizer.param_groups[0])
 
 
 def ill_conditioned_(layer, decades=2.0):
@@ -60,7 +69,7 @@ def gauged_pair(layer, norm, x, dtype, **options):
     model = nn.Sequential(layer, norm).to(dtype)
     for seed in range(3):  # running statistics of other batches
         model(x + 0.3 * noise(*x.shape, dtype=dtype, seed=seed + 50))
-    treatment = treat(model, "0", "gauge", **options)
+    treatment = treat(model, "0", [Gauge(**options)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     treatment.attach(optimizer)
     (model(x) ** 3).sum().backward()
@@ -178,7 +187,7 @@ def test_the_pending_gradient_is_that_of_the_new_weight(case, dtype, options):
     model = nn.Sequential(ill_conditioned_(make()), norm(**options)).to(dtype)
     target = noise(*model(x).shape, dtype=dtype, seed=9)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    treatment = treat(model, "0", "gauge", metric="weight").attach(optimizer)
+    treatment = treat(model, "0", "gauge(metric=weight)").attach(optimizer)
     (model(x) - target).pow(3).sum().backward()
     before = model[0].weight.grad.clone()
     optimizer.step()
@@ -214,10 +223,16 @@ def images(seed=0, num=16):
     return F.avg_pool2d(noise(num, 3, 10, 10, seed=seed), 3, 1)
 
 
-def step(model, optimizer, seed=0):
+def exact(spec):
+    return spec.replace("olr", "olr(rule=exact)")
+
+
+def step(model, optimizer, seed=0, treatment=None):
     optimizer.zero_grad()
     x = images(seed)
     loss = F.cross_entropy(model(x), (x.mean((2, 3)).argmax(1) + seed) % 4)
+    if treatment is not None:
+        loss = loss + 0 * treatment.penalty()  # which pulls towards another condition number
     loss.backward()
     optimizer.step()
     return loss.item()
@@ -233,7 +248,7 @@ def test_training_keeps_the_condition_number_below_the_threshold(spec, optimizer
     treatment.attach(opt)
     applied, conds = 0, []
     for seed in range(40):
-        assert math.isfinite(step(model, opt, seed))
+        assert math.isfinite(step(model, opt, seed, treatment))
         last = treatment.last
         assert last.gauged == (last.cond_before > 10)
         assert last.cond_after == (pytest.approx(1) if last.gauged else last.cond_before)
@@ -248,7 +263,7 @@ def test_training_keeps_the_condition_number_below_the_threshold(spec, optimizer
 def test_nothing_happens_below_the_threshold():
     plain, treated = net(), net()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, treated)]
-    treatment = treat(treated, "conv1", "gauge", threshold=1e6).attach(optimizers[1])
+    treatment = treat(treated, "conv1", "gauge(threshold=1e6)").attach(optimizers[1])
     for seed in range(3):
         for model, optimizer in zip((plain, treated), optimizers, strict=True):
             step(model, optimizer, seed)
@@ -266,8 +281,9 @@ def test_the_covariance_of_outputs_with_inputs_gives_that_of_the_outputs(case):
     model = nn.Sequential(make(), norm()).double()
     treatment = treat(model, "0", "gauge")
     model(x)
-    W, WS = (treatment._gauge._rows(part) for part in (model[0].weight.detach(), cross_covariance(model[0], (x,), {})))
-    assert torch.allclose(WS @ W.mT, model[1]._covariance, atol=1e-12)
+    rows = gauge_of(treatment)._rows
+    W, WS = rows(model[0].weight.detach()), rows(cross_covariance(model[0], (x,), {}))
+    assert torch.allclose(WS @ W.mT, model[1].last_batch().covariance, atol=1e-12)
 
 
 @pytest.mark.parametrize("spec", ["gauge", "nog+gauge", "gauge+olr", "nog+gauge+olr"])
@@ -298,9 +314,9 @@ def test_training_goes_as_it_would_go_on_white_inputs(spec, channels):
         return torch.stack(outputs).detach()
 
     gauged = network()
-    treatment = treat(gauged, "0", spec, rule="exact")
+    treatment = treat(gauged, "0", exact(spec))
     found = trained(gauged, treatment, x, 20)
-    root = treatment._gauge._metric(torch.eye(fan_in, dtype=torch.float64)[None])[0]
+    root = gauge_of(treatment)._metric(torch.eye(fan_in, dtype=torch.float64)[None])[0]
 
     white = network()
     P = covariance(white[0](x).detach().T)
@@ -310,7 +326,7 @@ def test_training_goes_as_it_would_go_on_white_inputs(spec, channels):
     start = l[kept].mean().sqrt() * whitening @ white[0].weight.detach()
     white[0].weight.data.copy_(torch.linalg.solve(root, start, left=False))
     rest = spec.replace("+gauge", "").replace("gauge+", "").replace("gauge", "none")
-    expected = trained(white, treat(white, "0", rest, rule="exact"), (x - x.mean(0)) @ root, 20)
+    expected = trained(white, treat(white, "0", exact(rest)), (x - x.mean(0)) @ root, 20)
     assert torch.allclose(found, expected, rtol=1e-6, atol=1e-8)
     assert (found[-1] - found[0]).norm() > 0.1 * found[0].norm()
     assert covariance(((x - x.mean(0)) @ root).T).std() < covariance(x.T).std()  # it was not white before
@@ -323,7 +339,7 @@ def test_the_scale_does_not_change_the_training(spec, first):
     for scale in ("trace", "weight", "unit"):
         model = net().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-        treatment = treat(model, "conv1", spec, scale=scale).attach(optimizer)
+        treatment = treat(model, "conv1", spec.replace("gauge", f"gauge(scale={scale})")).attach(optimizer)
         for seed in range(10):
             optimizer.zero_grad()
             smooth = images(seed).double()
@@ -352,9 +368,10 @@ def test_a_gradient_in_half_precision_does_not_overflow():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     treatment = treat(model, "conv1", "gauge").attach(optimizer)
     step(model, optimizer)
-    gradient = torch.full(model.conv1.weight.shape, 6e4, dtype=torch.float16)
-    treatment._gauge.measure_(gradient)
-    assert gradient.isfinite().all()
+    half = step_of(treatment, optimizer)
+    half._grad = torch.full(model.conv1.weight.shape, 6e4, dtype=torch.float16)
+    gauge_of(treatment)._measure(half, gauge_of(treatment)._metric.squared())
+    assert half.gradient.isfinite().all()
 
 
 def test_an_input_that_was_overwritten_is_noticed():
@@ -384,7 +401,7 @@ def test_a_layer_with_more_arguments_than_its_input():
     torch.manual_seed(0)
     model, x = Up().double(), noise(8, 3, 5, 5, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    treatment = treat(model, "conv", "gauge", metric="weight", example_input=x).attach(optimizer)
+    treatment = treat(model, "conv", "gauge(metric=weight)", example_input=x).attach(optimizer)
     model(x).pow(3).sum().backward()
     optimizer.step()
     assert treatment.last.gauged
@@ -401,22 +418,23 @@ def test_nothing_is_held_after_the_step_nor_by_copies():
     other = copy.deepcopy(model)
     other(images())
     (copied,) = (hook.__self__ for hook in other.conv1._forward_hooks.values())
-    assert copied is not treatment._gauge
-    assert copied._seen is copied._inputs is None
+    assert copied.module is None
+    assert not vars(copied)
+    assert gauge_of(treatment)._seen is gauge_of(treatment)._inputs is None
     step(model, optimizer)
-    assert treatment._gauge._seen is treatment._gauge._inputs is None
+    assert gauge_of(treatment)._seen is gauge_of(treatment)._inputs is None
     model.conv1(images())  # without the norm behind it
     optimizer.step()
-    assert treatment._gauge._inputs is None
+    assert gauge_of(treatment)._inputs is None
 
 
 def test_the_metric_of_the_weight_is_no_metric():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    treatment = treat(model, "conv1", "gauge", metric="weight").attach(optimizer)
+    treatment = treat(model, "conv1", "gauge(metric=weight)").attach(optimizer)
     step(model, optimizer)
     assert treatment.last.gauged
-    assert treatment.state_dict()["gauge"] is None
+    assert treatment.state_dict()["parts"]["gauge"]["state"] is None
 
 
 @pytest.mark.half_products
@@ -445,18 +463,18 @@ def test_nog_is_orthogonal_where_the_input_is_white():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     treatment = treat(model, "conv1", "gauge+nog").attach(optimizer)
     seen = []
-    gauge_step = treatment._gauge.step
+    gauge_step = gauge_of(treatment)._step
 
-    def spied(optimizer):
-        done = gauge_step(optimizer)
+    def spied(step):
+        done = gauge_step(step)
         seen.append(model.conv1.weight.detach().clone())
         return done
 
-    treatment._gauge.step = spied
+    gauge_of(treatment)._step = spied
     step(model, optimizer)
     assert treatment.last.gauged
     moved = (model.conv1.weight.detach() - seen[0]).flatten(1).double() / 0.1
-    moved = treatment._gauge._metric.inverse()(moved[None])
+    moved = gauge_of(treatment)._metric.inverse()(moved[None])
     assert torch.allclose(torch.linalg.svdvals(moved), torch.ones(8, dtype=torch.float64), atol=1e-3)
     assert treatment.last.gradient_range[1] > 0
 
@@ -467,13 +485,15 @@ def test_momenta(momentum, optimizer, key):
     model = net()
     opt = OPTIMIZERS[optimizer](model.parameters())
     step(model, opt)
-    treatment = treat(model, "conv1", "gauge", momentum=momentum)
+    treatment = treat(model, "conv1", f"gauge(momentum={momentum})")
     old, weight = opt.state[model.conv1.weight][key].clone(), model.conv1.weight.detach().clone()
     x = images(3)
     model(x)
-    treatment._gauge.watch()
+    treatment.attach(opt)
     model(x)
-    assert treatment._gauge.step(opt).gauged
+    with torch.no_grad():
+        is_changed, *_ = gauge_of(treatment)._step(step_of(treatment, opt))
+    assert is_changed
     new = opt.state[model.conv1.weight][key]
     if momentum == "keep":
         assert torch.equal(new, old)
@@ -490,7 +510,7 @@ def test_threshold_one_acts_at_every_step_and_only_the_trace_rule_lets_the_weigh
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), DecorrelatedBatchNorm1d(8), nn.Linear(8, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        treatment = treat(model, "0", "gauge", threshold=1.0, scale=scale).attach(optimizer)
+        treatment = treat(model, "0", f"gauge(threshold=1.0, scale={scale})").attach(optimizer)
         before = []
         for seed in range(60):
             optimizer.zero_grad()
@@ -541,7 +561,7 @@ def test_rank_zero_and_rank_one_are_left_alone(threshold):
         layer.weight.data[rank:] = 0
         model = nn.Sequential(layer, DecorrelatedBatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 9, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        treatment = treat(model, "0", "gauge", threshold=threshold).attach(optimizer)
+        treatment = treat(model, "0", f"gauge(threshold={threshold})").attach(optimizer)
         before = copy.deepcopy(model[0].state_dict())
         model(noise(16, 3, 5, 5)).square().mean().backward()
         optimizer.step()
@@ -615,28 +635,8 @@ def test_checkpoints():
             step(*each[:2], seed)
     for a, b in zip(parts[0].state_dict().values(), others[0].state_dict().values(), strict=True):
         assert torch.equal(a, b)
-    with pytest.raises(ArgumentError, match=r"'threshold': 10\.0"):
-        treat(net(), "conv1", "gauge+nog", threshold=5.0).load_state_dict(parts[2].state_dict())
-
-
-def test_a_state_from_before_there_was_gauge():
-    treatment = treat(net(), "conv1", "nog")
-    state = treatment.state_dict()
-    for option in ("threshold", "scale", "momentum", "metric"):
-        del state["options"][option]
-    del state["gauge"]
-    state["last"] = {"learning_rate": 0.1, "eta": None, "switched": False, "gradient_range": None}
-    treatment.load_state_dict(state)
-    assert treatment.last.learning_rate == 0.1
-    assert not treatment.last.gauged
-
-
-def test_a_state_from_before_there_was_a_metric():
-    state = treat(net(), "conv1", "gauge", metric="weight").state_dict()
-    del state["options"]["metric"], state["gauge"]
-    treat(net(), "conv1", "gauge", metric="weight").load_state_dict(state)
-    with pytest.raises(ArgumentError, match="'metric': 'weight'"):
-        treat(net(), "conv1", "gauge").load_state_dict(state)
+    with pytest.raises(ArgumentError, match=r"threshold=10\.0.*not of.*threshold=5\.0"):
+        treat(net(), "conv1", "gauge(threshold=5.0)+nog").load_state_dict(parts[2].state_dict())
 
 
 def test_detach_stops_it_and_copies_are_left_alone():
@@ -646,10 +646,10 @@ def test_detach_stops_it_and_copies_are_left_alone():
     other = copy.deepcopy(model)
     other(images())
     pickle.loads(pickle.dumps(model))
-    assert treatment._gauge._seen is None
+    assert gauge_of(treatment)._seen is None
     treatment.remove()
     model(images())
-    assert treatment._gauge._seen is None
+    assert gauge_of(treatment)._seen is None
     assert not model.norm1._forward_hooks
     treatment.attach(optimizer)
     step(model, optimizer)
@@ -701,7 +701,7 @@ def test_the_norm_is_found_with_an_example_where_the_code_does_not_show_it():
     for model in (Untraceable(), net(), nn.Sequential(net())):
         name = next(name for name, layer in model.named_modules() if name.endswith("conv1"))
         treatment = treat(model, name, "gauge", example_input=x)
-        assert treatment._gauge.norm is next(m for m in model.modules() if isinstance(m, DecorrelatedBatchNorm2d))
+        assert gauge_of(treatment).norm is next(m for m in model.modules() if isinstance(m, DecorrelatedBatchNorm2d))
         assert treat(model, "auto", "gauge", example_input=x).layer is treatment.layer
     with pytest.raises(ArgumentError, match=r"can't see from the model's code.*example_input"):
         treat(Untraceable(), "conv1", "gauge")
@@ -712,7 +712,7 @@ def test_tokens():
     model, x = Attended().double(), noise(40, 8, 6, dtype=torch.float64)  # as many tokens as channels
     with pytest.raises(ArgumentError, match="'transpose' first"):
         treat(model, "linear", "gauge")
-    treatment = treat(model, "linear", "gauge", threshold=2.0, example_input=x)
+    treatment = treat(model, "linear", "gauge(threshold=2.0)", example_input=x)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     treatment.attach(optimizer)
     (model(x) ** 3).sum().backward()
@@ -794,16 +794,16 @@ def test_what_can_not_be_gauged_is_refused(model, message, example):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: treat(net(), "conv1", "gauge+ow"), "ow and sn constrain; use gauge without"),
-        (lambda: treat(net(), "conv1", "sn+gauge"), "ow and sn constrain"),
+        (lambda: treat(net(), "conv1", "gauge+ow"), "can't combine gauge with ow: .* use gauge without"),
+        (lambda: treat(net(), "conv1", "sn+gauge"), "which sn constrains"),
         (lambda: treat(net(), "conv2", "gauge"), "'relu' first"),
         (lambda: treat(net(), "head", "gauge"), "no meta-layer follows it"),
         (lambda: treat(Reading(), "conv", "gauge"), "without calling it"),
-        (lambda: treat(net(), "conv1", "gauge", threshold=0.5), "threshold >= 1"),
-        (lambda: treat(net(), "conv1", "gauge", threshold=float("nan")), "threshold >= 1"),
-        (lambda: treat(net(), "conv1", "gauge", scale="det"), "choose one of trace, weight, unit"),
-        (lambda: treat(net(), "conv1", "gauge", momentum="lose"), "choose one of keep, reset, transform"),
-        (lambda: treat(net(), "conv1", "gauge", metric="output"), "choose one of input, weight"),
+        (lambda: treat(net(), "conv1", "gauge(threshold=0.5)"), "threshold >= 1"),
+        (lambda: treat(net(), "conv1", "gauge(threshold=nan)"), "threshold >= 1"),
+        (lambda: treat(net(), "conv1", "gauge(scale=det)"), "choose one of trace, weight, unit"),
+        (lambda: treat(net(), "conv1", "gauge(momentum=lose)"), "choose one of keep, reset, transform"),
+        (lambda: treat(net(), "conv1", "gauge(metric=output)"), "choose one of input, weight"),
     ],
 )
 def test_bad_input(call, message):

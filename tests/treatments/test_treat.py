@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from orthocond import treat
 from orthocond.errors import ArgumentError, NonFiniteError, OrthocondWarning
 from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm2d, is_orthogonal, orthogonal_weight
-from orthocond.treatments import TREATMENTS, parse_treatment
+from orthocond.treatments import TREATMENTS, canonical, parse
 
 from cases import noise
 
@@ -100,7 +100,7 @@ def test_nog_makes_the_step_orthogonal_and_changes_nothing_else():
 @pytest.mark.parametrize("rule", ["paper", "exact"])
 def test_olr_uses_eta_exactly_where_it_is_between_zero_and_lr(rule):
     model = net()
-    treatment = treat(model, "conv1", "olr", rule=rule)
+    treatment = treat(model, "conv1", f"olr(rule={rule})")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     treatment.attach(optimizer)
     assert len(optimizer.param_groups) == 2
@@ -330,7 +330,7 @@ def test_wrapped_models_and_prefixed_names(wrap):
 @pytest.mark.parametrize("spec", ["ow", "nog+ow", "nog+ow+olr"])
 def test_ow_stays_orthogonal(spec, normalize):
     model = net()
-    treatment = treat(model, "conv1", spec, normalize=normalize)
+    treatment = treat(model, "conv1", spec.replace("ow", f"ow(normalize={normalize})"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     treatment.attach(optimizer)
     for seed in range(100):
@@ -341,7 +341,7 @@ def test_ow_stays_orthogonal(spec, normalize):
 
 def test_ow_as_an_operator_trains():
     model = net()
-    treatment = treat(model, "conv1", "nog+ow+olr", kind="operator")
+    treatment = treat(model, "conv1", "nog+ow(kind=operator)+olr")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     treatment.attach(optimizer)
     losses = [step(model, optimizer, treatment) for _ in range(20)]
@@ -362,7 +362,7 @@ def test_sn_has_norm_one():
 
 def test_ol_penalty_falls_when_trained_alone():
     model = net()
-    treatment = treat(model, "conv1", "ol", penalty_weight=2.0)
+    treatment = treat(model, "conv1", "ol(penalty_weight=2.0)")
     optimizer = torch.optim.SGD(model.conv1.parameters(), lr=0.01)
     penalties = []
     for _ in range(100):
@@ -460,9 +460,9 @@ def test_a_frozen_weight_stays_frozen_and_what_others_put_there_stays():
 
 
 def test_the_state_of_another_kind_is_refused():
-    state = treat(net(), "conv1", "ow", normalize=False).state_dict()
-    with pytest.raises(ArgumentError, match="'normalize': False"):
-        treat(net(), "conv1", "ow", normalize=True).load_state_dict(state)
+    state = treat(net(), "conv1", "ow(normalize=false)").state_dict()
+    with pytest.raises(ArgumentError, match=r"normalize=False.*not of ow.*normalize=True"):
+        treat(net(), "conv1", "ow(normalize=true)").load_state_dict(state)
 
 
 def test_detach_and_remove():
@@ -505,16 +505,16 @@ def test_a_combination_that_the_paper_advises_against_warns_once(spec):
 
 def test_the_exact_rate_of_an_orthogonal_kernel_warns():
     with pytest.warns(OrthocondWarning, match="rounding noise around zero") as caught:
-        treat(net(), "conv1", "nog+ow+olr", rule="exact")
+        treat(net(), "conv1", "nog+ow+olr(rule=exact)")
     assert len(caught) == 1
 
 
 def test_the_registry_and_its_grammar():
-    assert list(TREATMENTS) == ["sn", "ol", "ow", "nog", "olr", "gauge"]
+    assert list(TREATMENTS) == ["nog", "sn", "ol", "ow", "olr", "gauge"]
     assert {entry.acts_on for entry in TREATMENTS.values()} == {"weight", "gradient", "learning rate", "loss"}
-    assert parse_treatment(" OW + nog ") == parse_treatment("nog+ow") == {"ow", "nog"}
-    assert parse_treatment("none") == parse_treatment("") == frozenset()
-    assert repr(treat(net(), "conv1", "olr+ow+nog")) == "Treatment(layer='conv1', spec='ow+nog+olr')"
+    assert canonical(" OW + nog ") == canonical("nog+ow") == canonical(["ow", "nog"]) == "nog+ow"
+    assert parse("none") == parse("") == parse([]) == ()
+    assert repr(treat(net(), "conv1", "olr+ow+nog")) == "Treatment(layer='conv1', spec='nog+ow+olr')"
 
 
 def attached(spec, make):
@@ -538,19 +538,19 @@ def scheduled_before():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: treat(net(), "conv1", "nog+qr"), "unknown treatment 'qr'; choose one of sn, ol, ow, nog, olr, gauge"),
+        (lambda: treat(net(), "conv1", "nog+qr"), "unknown treatment 'qr'; choose one of nog, sn, ol, ow, olr, gauge"),
         (lambda: treat(net(), "conv_1", "nog"), "unknown layer 'conv_1'.*Did you mean 'conv1'"),
         (lambda: treat(net(), nn.Linear(2, 2), "nog"), "is not in the model"),
         (lambda: treat(net(), "norm1", "nog"), r"'norm1' \(DecorrelatedBatchNorm2d\) has no matrix for a weight"),
-        (lambda: treat(net(), "conv1", "nog", speed=3), "unknown option 'speed'; choose one of kind, normalize"),
-        (lambda: treat(net(), "conv1", "olr", rule="best"), "choose one of paper, exact"),
-        (lambda: treat(net(), "conv1", "ow", kind="x"), "choose one of kernel, operator"),
-        (lambda: treat(net(), "conv1", "nog", solver="x"), "choose one of gram, svd, newton_schulz"),
+        (lambda: treat(net(), "conv1", "nog(speed=3)"), "unknown option 'speed'; its options are: solver=gram"),
+        (lambda: treat(net(), "conv1", "olr(rule=best)"), "choose one of paper, exact"),
+        (lambda: treat(net(), "conv1", "ow(kind=x)"), "choose one of kernel, operator"),
+        (lambda: treat(net(), "conv1", "nog(solver=x)"), "choose one of gram, svd, newton_schulz"),
         (lambda: treat(net(), "auto", "nog"), "needs an example_input"),
         (lambda: treat(nn.Sequential(orthogonal_weight(nn.Linear(2, 2))), "0", "ow"), "already; remove it"),
         (lambda: attached("nog", lambda m: torch.optim.SGD(m.head.parameters(), 0.1)), "does not hold"),
         (made_before, "make the optimizer after treat"),
-        (scheduled_before, "before you make the scheduler"),
+        (scheduled_before, r"attach\(optimizer, scheduler=scheduler\)"),
         (lambda: (t := attached("nog", lambda m: torch.optim.SGD(m.parameters()))).attach(t._optimizer), "already"),
         (lambda: treat(net(), "head", "nog").load_state_dict(treat(net(), "conv1", "nog").state_dict()), "not of nog"),
     ],

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from orthocond._core.distributed import summed
 from orthocond._core.precision import at_least_float32, autocast_off
 from orthocond.graph import channel_dim
 from orthocond.linalg._decompose import decompose
 from orthocond.linalg._eigen import symmetric
-from orthocond.nn._whitening import summed
 
 __all__ = ["Metric", "cross_covariance", "gradient_after", "metric_of"]
 
@@ -48,7 +48,7 @@ def cross_covariance(
     plain = copy.copy(layer)
     plain._parameters = {"weight": weight, "bias": None}
     with torch.enable_grad(), autocast_off(weight.device):
-        y = plain.forward(*args, **kwargs)  # not a call: that would run the hooks of the layer
+        y = type(layer).forward(plain, *args, **kwargs)  # not a call: that would run the hooks of the layer
     channels = channel_dim(layer, y)
     others = [dim for dim in range(y.ndim) if dim != channels]
     outputs = y.detach()

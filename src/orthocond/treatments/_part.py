@@ -1,0 +1,175 @@
+"""One treatment: what it is called, what options it has, and what it does."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from torch import Tensor
+
+from orthocond._core.options import Kind, check_kind, spelled
+from orthocond.errors import ArgumentError, check_choice
+
+if TYPE_CHECKING:
+    from orthocond.treatments._step import Step
+    from orthocond.treatments._target import Target
+
+__all__ = ["NOTE_KINDS", "Note", "Part", "overrides"]
+
+NOTE_KINDS = ("number", "flag", "range")
+"""What a note can be: a number, true or false, or a pair of the smallest and the largest.
+
+Example:
+    >>> NOTE_KINDS
+    ('number', 'flag', 'range')
+"""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Declares a number that a part notes in each step.
+
+    The attributes of `Treatment.last`, the laboratory's metrics and the report's columns follow from the declarations.
+
+    Example:
+        >>> Note("eta", "optimal learning rate").default is None
+        True
+    """
+
+    name: str
+    description: str
+    kind: str = "number"
+    """One of `NOTE_KINDS`."""
+    is_costly: bool = False
+    """Whether reading it takes a computation, so that nobody should at every step."""
+
+    def __post_init__(self) -> None:
+        check_choice(self.kind, NOTE_KINDS, "kind", "Note")
+
+    @property
+    def default(self) -> bool | None:
+        """The value in a step that didn't note it: False for a flag, None otherwise."""
+        return False if self.kind == "flag" else None
+
+
+class Part:
+    """One treatment. A subclass has a name, options, and the methods that it needs.
+
+    The options are the keyword arguments of ``__init__``, each with a type and a default; text can give strings,
+    booleans and numbers (``"ow(kind=operator)"``). Every method has a default that does nothing.
+
+    Example:
+        >>> class Scaled(Part):
+        ...     name, description, acts_on = "scaled", "Scaled gradient: the gradient times a factor.", "gradient"
+        ...
+        ...     def __init__(self, *, factor: float = 0.5) -> None:
+        ...         self.factor = factor
+        ...
+        ...     def act(self, step):
+        ...         step.gradient = self.factor * step.gradient
+        >>> Scaled(factor=0.1)
+        scaled(factor=0.1)
+        >>> Scaled.options["factor"]
+        0.5
+    """
+
+    name: ClassVar[str]
+    """The name in specifications: lower case."""
+    description: ClassVar[str] = ""
+    """One sentence."""
+    reference: ClassVar[str] = ""
+    """Where it is defined."""
+    acts_on: ClassVar[str] = ""
+    """``"weight"``, ``"gradient"``, ``"learning rate"`` or ``"loss"``. Only a part that acts on the learning rate may
+    set ``step.rate``: the parameter gets a group of its own then."""
+    order: ClassVar[int] = 50
+    """Parts with a lower order act first, and enclose those with a higher one."""
+    excludes: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Names of parts that it can't be combined with, each with the sentence that says why."""
+    notes: ClassVar[tuple[Note, ...]] = ()
+    """What it notes in a step."""
+    replaces_weight: ClassVar[bool] = False
+    """Whether `install` puts another weight in place of the layer's, so that the optimizer has to be made later."""
+    options: Mapping[str, Any] = MappingProxyType({})
+    """The options that text can give: of the class their defaults, of an instance their values."""
+    _kinds: ClassVar[Mapping[str, Kind]] = MappingProxyType({})
+    _arguments: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if inspect.isgeneratorfunction(cls.act):
+            cls.act = contextmanager(cls.act)  # type: ignore[method-assign]
+        parameters = [
+            parameter
+            for parameter in _signature(cls.__init__).parameters.values()
+            if parameter.kind is parameter.KEYWORD_ONLY
+        ]
+        kinds = {parameter.name: Kind.of(parameter.annotation) for parameter in parameters}
+        cls._arguments = tuple(kinds)
+        cls._kinds = MappingProxyType({name: kind for name, kind in kinds.items() if kind is not None})
+        cls.options = MappingProxyType({p.name: p.default for p in parameters if p.name in cls._kinds})
+
+    def __new__(cls, *_: Any, **options: Any) -> Self:
+        """Check the options, and keep them for specifications and checkpoints."""
+        part = super().__new__(cls)
+        for name, value in options.items():
+            if name not in cls._arguments:
+                known = ", ".join(f"{option}={spelled(default)}" for option, default in cls.options.items())
+                raise ArgumentError(
+                    f"{cls.name} got an unknown option {name!r}; its options are: {known or 'none, it has no options'}."
+                )
+            if name in cls._kinds:
+                check_kind(value, cls._kinds[name], name, cls.name)
+        part.options = {**cls.options, **{name: value for name, value in options.items() if name in cls._kinds}}
+        return part
+
+    def __init__(self) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        """Return the specification: the name, and the options that differ from their defaults."""
+        items = (
+            f"{name}={spelled(value)}" for name, value in self.options.items() if value != type(self).options[name]
+        )
+        options = ", ".join(items)
+        return f"{self.name}({options})" if options else self.name
+
+    def install(self, target: "Target") -> None:
+        """Prepare a layer, once, when it is treated: check it, or change its weight."""
+
+    def watch(self, target: "Target") -> None:
+        """Register what has to be seen of forward passes, with ``target.after_forward``, when it is attached."""
+
+    def penalty(self, target: "Target") -> Tensor | None:  # noqa: ARG002  # for a subclass
+        """Return what is added to the loss; None for nothing."""
+        return None
+
+    def act(self, step: "Step") -> AbstractContextManager[object] | None:  # noqa: ARG002  # for a subclass
+        """Act on a step before the optimizer takes it.
+
+        A function acts before the parts with a higher order; a generator (or a context manager) acts before them until
+        its ``yield``, and after them from there on.
+        """
+        return None
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what a checkpoint has to hold, in plain types and tensors; None for nothing."""
+        return None
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Take over what was saved."""
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(function, eval_str=True)
+    except NameError:  # an annotation that is text, and names what can't be found
+        return inspect.signature(function)
+
+
+def overrides(part: Part, method: str) -> bool:
+    """Return whether a part has a method of its own."""
+    own: Callable[..., Any] = getattr(type(part), method)
+    return own is not getattr(Part, method)

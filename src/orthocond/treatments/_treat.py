@@ -1,0 +1,109 @@
+"""Putting a treatment on a layer of a model."""
+
+from typing import Any
+from warnings import warn
+
+from torch import nn
+
+from orthocond.errors import ArgumentError, OrthocondWarning, check_choice
+from orthocond.graph import Join, find_pre_svd, has_matrix, unwrapped
+from orthocond.treatments._host import Treatment
+from orthocond.treatments._spec import Specification, check_flat_options, parse
+from orthocond.treatments._target import Target
+
+__all__ = ["treat"]
+
+
+def treat(
+    model: nn.Module, layer: str | nn.Module, spec: Specification, *, example_input: Any = None, **options: Any
+) -> Treatment:
+    """Put a treatment on one layer of a model.
+
+    Three lines in a training loop:
+
+        treatment = orthocond.treat(model, "conv1", "nog+ow+olr")    # before the optimizer
+        treatment.attach(optimizer)                                  # before the scheduler
+        loss = criterion(model(x), y) + treatment.penalty()          # zero without ol
+
+    Args:
+        model: the model, also one wrapped by `torch.compile` or, unless ``ow`` or ``sn`` replace the weight, by DDP.
+        layer: the Pre-SVD layer: a linear layer or a convolution of any kind, as a module or by its dotted name, or
+            ``"auto"`` for the one that `find_pre_svd` finds.
+        spec: names of `TREATMENTS` joined by ``+``, in any order, each with its options in parentheses:
+            ``"nog(solver=svd)+ow(kind=operator)+olr"``; ``"none"``; or a list that mixes such texts and instances of
+            `Part`: ``["ow", MyPart(scale=0.1)]``.
+        example_input: an input of the model, for ``"auto"``, and for ``gauge`` where `torch.fx` can't trace the model.
+        **options: none; an option beside the specification raises, with its new spelling.
+
+    Returns:
+        The treatment, its weight in place (``sn``, ``ow``), to be attached to the optimizer (``nog``, ``olr``,
+        ``gauge``).
+
+    Raises:
+        ArgumentError: an unknown treatment, layer or option, a layer without a matrix for a weight; for ``gauge`` a
+            constrained weight (``ow``, ``sn``), or anything but whitening without ``eps`` directly behind the layer.
+
+    Warns:
+        OrthocondWarning: ``olr`` with exactly one of ``ow`` and ``nog``, where the paper argues that eta* goes to zero;
+            with ``rule=exact`` and an orthogonal kernel, where it is zero up to rounding. Later, in training: a
+            treatment that was not attached, a penalty that was not added to the loss.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+        >>> treat(model, "0", "olr + ow + nog(solver=svd)")
+        Treatment(layer='0', spec='nog(solver=svd)+ow+olr')
+    """
+    parts = parse(spec)
+    if options:
+        check_flat_options(parts, options)
+    replacing = [part.name for part in parts if part.replaces_weight]
+    if isinstance(model, nn.parallel.DistributedDataParallel) and replacing:
+        raise ArgumentError(
+            f"treat with {'+'.join(replacing)} replaces a parameter, which DistributedDataParallel would not notice; "
+            "treat the model before you wrap it."
+        )
+    model = unwrapped(model)
+    if isinstance(layer, str) and layer == "auto":
+        layer = _only_pre_svd(model, example_input)
+    target = Target(model, *_found(model, layer))
+    target.example_input = example_input
+    treatment = Treatment(target, parts)
+    for message in target.warnings:
+        warn(message, OrthocondWarning, stacklevel=2)
+    return treatment
+
+
+def _only_pre_svd(model: nn.Module, example_input: Any) -> str:
+    if example_input is None:
+        raise ArgumentError("treat with layer='auto' needs an example_input; pass one batch of the model's input.")
+    layers = set[str]()
+    for meta, feeds in find_pre_svd(model, example_input).items():
+        if isinstance(feeds, Join):
+            raise ArgumentError(f"the meta-layer {meta!r} is fed by several layers: {feeds}; treat each by its name.")
+        layers.add(feeds)
+    if len(layers) > 1:
+        raise ArgumentError(
+            f"the model has several Pre-SVD layers ({', '.join(sorted(layers))}); treat each by its name."
+        )
+    return layers.pop()
+
+
+def _found(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
+    """Return name and module of the layer to treat."""
+    modules = dict(model.named_modules())
+    if isinstance(layer, nn.Module):
+        name = next((name for name, module in modules.items() if module is layer), None)
+        if name is None:
+            raise ArgumentError(f"the layer {layer} is not in the model; pass one of its modules or a dotted name.")
+    else:
+        modules |= {name.replace("_orig_mod.", ""): module for name, module in modules.items()}  # compiled parts
+        name = layer.replace("_orig_mod.", "").removeprefix("module.") if layer not in modules else layer
+        if name not in modules:
+            check_choice(name, [other for other, module in modules.items() if has_matrix(module)], "layer", "treat")
+    module = modules[name]
+    if not has_matrix(module):
+        raise ArgumentError(
+            f"the layer {name!r} ({type(module).__name__}) has no matrix for a weight; "
+            "treat a linear layer or a convolution."
+        )
+    return name, module

@@ -1,0 +1,66 @@
+"""A warning for treatments without effect: one that is never attached, a penalty that nobody adds."""
+
+from warnings import warn
+
+from torch import Tensor, nn
+
+from orthocond.errors import OrthocondWarning
+
+__all__ = ["Unused"]
+
+_BACKWARDS = 2
+"""How many backward passes may come before the treatment is put to use."""
+
+
+class Unused:
+    """What is still to be done with a treatment, told once training goes on without it.
+
+    The parameter's gradient is what shows that training goes on: after the second backward pass without `attach` or
+    ``penalty``, a warning says which is missing. The hook holds the treatment's name alone, so a treatment that nobody
+    kept warns as well.
+
+    Args:
+        parameter: the one that is trained.
+        name: of the layer.
+        spec: of the treatment.
+        missing: ``"attach"`` and ``"penalty"``, as far as the treatment needs them.
+    """
+
+    def __init__(self, parameter: nn.Parameter, name: str, spec: str, missing: set[str]) -> None:
+        self.name, self.spec, self.missing = name, spec, missing
+        self._num_backwards = 0
+        self._handle = None
+        if missing and parameter.requires_grad:
+            self._handle = parameter.register_post_accumulate_grad_hook(self._count)
+
+    def done(self, what: str) -> None:
+        """Take note that the treatment was attached, or its penalty used."""
+        if what in self.missing:
+            self.missing.discard(what)
+            if not self.missing:
+                self._close()
+
+    def _close(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _count(self, _: Tensor) -> None:
+        self._num_backwards += 1
+        if self._num_backwards < _BACKWARDS:
+            return
+        self._close()
+        if "attach" in self.missing:
+            warn(
+                f"the treatment {self.spec} of {self.name!r} has no effect: training goes on, and it is not attached; "
+                "call treatment.attach(optimizer) after the optimizer is made.",
+                OrthocondWarning,
+                stacklevel=2,
+            )
+        if "penalty" in self.missing:
+            warn(
+                f"the treatment {self.spec} of {self.name!r} adds a penalty, and nobody asked for it; add "
+                "treatment.penalty() to the loss.",
+                OrthocondWarning,
+                stacklevel=2,
+            )
