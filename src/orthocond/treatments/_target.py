@@ -97,7 +97,7 @@ class _Hook:
 
     def __init__(self, module: nn.Module, function: ForwardHook) -> None:
         self.module, self.function = module, function
-        self._handles = [module.register_forward_hook(self.call, with_kwargs=True), HookNotice(module)]
+        self._handles: list[Any] = [module.register_forward_hook(self.call, with_kwargs=True), HookNotice(module)]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of a watched module has of this: nothing."""
