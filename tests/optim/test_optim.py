@@ -8,7 +8,6 @@ from torch import nn
 
 from orthocond.errors import ArgumentError, NonFiniteError
 from orthocond.optim import nearest_orthogonal_gradient, optimal_learning_rate
-from orthocond.optim._learning_rate import rate_for_matrices
 
 from cases import noise, rotation
 
@@ -78,7 +77,7 @@ def test_exact_rule_without_a_limit_and_at_its_ends():
 
 def test_exact_rule_takes_each_group_of_a_convolution_by_itself():
     W, G = noise(3, 2, 5, dtype=torch.float64), noise(3, 2, 5, dtype=torch.float64, seed=2)
-    eta = rate_for_matrices(W, G, "exact", 1.0)
+    eta = optimal_learning_rate(W.flatten(0, 1), G.flatten(0, 1), rule="exact", max_lr=1.0, groups=3)
     total = lambda eta: sum(objective(w, g, eta) ** 2 for w, g in zip(W, G, strict=True))
     assert total(eta) <= min(total(x / 400) for x in range(401)) * (1 + 1e-9)
 

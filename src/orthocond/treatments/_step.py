@@ -24,6 +24,23 @@ class Step:
     """A step that the optimizer is about to take.
 
     Parts read and set `gradient` and `rate`; what they note can be read from `Treatment.last` afterwards.
+
+    Example:
+        >>> import orthocond
+        >>> class Halved(orthocond.treatments.Part):
+        ...     name, acts_on = "halved", "gradient"
+        ...
+        ...     def act(self, step):
+        ...         step.gradient = step.gradient / 2
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+        >>> treatment = orthocond.treat(model, "0", [Halved()])
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> _ = treatment.attach(optimizer)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> model[0].weight.grad
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.5000]])
     """
 
     def __init__(self, target: Target, optimizer: torch.optim.Optimizer, group: ParameterGroup) -> None:

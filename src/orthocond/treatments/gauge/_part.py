@@ -32,7 +32,12 @@ MOMENTA = ("keep", "reset", "transform")
 """What becomes of the optimizer's momentum: it stays, starts from zero, or is multiplied by ``T^(-1)``."""
 
 METRICS = ("input", "weight")
-"""How a step is measured after a change: as if the layer's input were white, or in the new weight's own coordinates."""
+"""How a step is measured after a change: as if the layer's input were white, or in the new weight's own coordinates.
+
+Example:
+    >>> METRICS
+    ('input', 'weight')
+"""
 
 _MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
 
