@@ -1,5 +1,8 @@
 """What is no tensor gets one sentence, from every function and layer that takes tensors."""
 
+import functools
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -7,20 +10,35 @@ import torch
 from orthocond import linalg, nn, optim
 from orthocond.errors import DtypeError
 
+
+def annotations_of(function):
+    if not inspect.isfunction(function):
+        return ()
+    return [parameter.annotation for parameter in inspect.signature(function).parameters.values()]
+
+
 MATRIX, IMAGES = np.eye(4, dtype=np.float32), np.ones((2, 4, 5, 5), dtype=np.float32)
-NO_FUNCTIONS_OF_TENSORS = {"Spectrum", "solver_failures"}
+FUNCTIONS = {
+    name: getattr(linalg, name) for name in linalg.__all__ if torch.Tensor in annotations_of(getattr(linalg, name))
+}
+
+
+def called_with_arrays(function):
+    required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    given = {p.name: MATRIX if p.annotation is torch.Tensor else 1 for p in required}
+    positional = [given.pop(p.name) for p in required if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return function(*positional, **given)
+
+
 CALLS = {
-    **{
-        name: (lambda function: lambda: function(MATRIX))(getattr(linalg, name))
-        for name in linalg.__all__
-        if callable(getattr(linalg, name)) and name not in NO_FUNCTIONS_OF_TENSORS
-    },
+    **{name: functools.partial(called_with_arrays, function) for name, function in FUNCTIONS.items()},
     "nearest_orthogonal_gradient": lambda: optim.nearest_orthogonal_gradient(MATRIX),
     "optimal_learning_rate": lambda: optim.optimal_learning_rate(MATRIX, torch.eye(4)),
     "is_orthogonal": lambda: nn.is_orthogonal(MATRIX),
     "orthogonal_loss": lambda: nn.orthogonal_loss(MATRIX),
     "DecorrelatedBatchNorm1d": lambda: nn.DecorrelatedBatchNorm1d(4)(MATRIX),
     "DecorrelatedBatchNorm2d": lambda: nn.DecorrelatedBatchNorm2d(4).eval()(IMAGES),
+    "RotationHead": lambda: nn.RotationHead()(np.ones((2, 9), dtype=np.float32)),
     "CovariancePool2d": lambda: nn.CovariancePool2d()(IMAGES),
     "WhiteningColoring2d": lambda: nn.whiten_color(torch.ones(2, 4, 5, 5), IMAGES),
 }

@@ -4,7 +4,7 @@ import math
 
 from torch import Tensor, nn
 
-from orthocond.errors import ArgumentError
+from orthocond.errors import ArgumentError, check_floating
 from orthocond.linalg import nearest_rotation
 
 __all__ = ["RotationHead"]
@@ -50,6 +50,7 @@ class RotationHead(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name that torch's layers have)
         """Return the rotations nearest to ``input`` ``(..., d * d)``, row by row."""
+        check_floating(input, "RotationHead")
         size = input.shape[-1] if input.ndim else 0
         if size != self.dim**2:
             hint = (
