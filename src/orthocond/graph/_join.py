@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from orthocond.graph._running import arguments, evaluating, mapped, tensors
+from orthocond.graph._running import arguments, evaluating, mapped, random_state_kept, tensors
 
 __all__ = ["Feed", "Join", "fed_channels", "runs"]
 
@@ -113,8 +113,7 @@ def fed_channels(model: nn.Module, example: Any, meta: str, layers: list[str]) -
 
     def run(parameters: dict[str, Tensor]) -> list[Tensor]:
         reached.clear()
-        with torch.random.fork_rng():  # a model that draws random numbers draws the same ones each time
-            torch.manual_seed(0)
+        with random_state_kept(model):  # a model that draws random numbers draws the same ones each time
             torch.func.functional_call(model, parameters, mapped(_copy, args), mapped(_copy, kwargs))
         return list(reached)
 

@@ -3,12 +3,13 @@
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["arguments", "call", "evaluating", "mapped", "tensors", "unwrapped"]
+__all__ = ["arguments", "call", "evaluating", "mapped", "random_state_kept", "tensors", "unwrapped"]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -48,7 +49,14 @@ def evaluating(model: nn.Module) -> Iterator[list[Any]]:
 def call(model: nn.Module, example: Any) -> Any:
     """Return the model's output for an example input, as `arguments` reads it."""
     args, kwargs = arguments(model, example)
-    return model(*args, **kwargs)
+    with random_state_kept(model):
+        return model(*args, **kwargs)
+
+
+def random_state_kept(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context after which the random generators of the CPU and of the model's GPUs are as before."""
+    devices = {parameter.device for parameter in (*model.parameters(), *model.buffers()) if parameter.is_cuda}
+    return torch.random.fork_rng(devices=list(devices))
 
 
 def arguments(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -59,7 +67,6 @@ def arguments(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str
     grad, so that the graph begins with them.
 
     Example:
-        >>> import torch
         >>> arguments(nn.Linear(1, 1), {"input": 3})  # forward(self, input)
         ((), {'input': 3})
         >>> arguments(nn.Linear(1, 1), {"pixels": 3})
