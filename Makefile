@@ -4,8 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 LAB    := $(VENV)/.lab
 STAMP  := $(VENV)/.installed
+COMPAT ?= build/compat
 
-.PHONY: help install demo test check format docs links pictures bench study clean
+.PHONY: help install demo test check format docs package workflows compat links pictures bench study clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,7 +27,7 @@ install: $(STAMP)  ## the virtual environment with everything in it
 test: $(STAMP)  ## all tests, with coverage
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cov --cov-report=term --numprocesses auto --maxprocesses 4 --dist worksteal
 
-check: $(STAMP) docs  ## lint, format, types, import layers, the documentation site
+check: $(STAMP) docs package workflows  ## lint, format, types, import layers, the documentation site, the package
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -42,6 +43,31 @@ demo: $(LAB)  ## the demonstration: methods and seeds side by side on real data,
 
 docs: $(STAMP)  ## the documentation site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+package: $(STAMP)  ## the sdist and the wheel, in dist/, checked as PyPI checks them
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation >/dev/null
+	$(BIN)/twine check --strict dist/*
+
+workflows: $(STAMP)  ## the files in .github, against their schemas and for what is unsafe
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+	$(BIN)/zizmor --offline --quiet .github
+
+# A virtual environment for each release: the oldest that pyproject.toml allows, and the newest there is.
+$(COMPAT)/oldest/.installed: TORCH := torch==$(shell sed -nE 's/^dependencies = \["torch>=([0-9.]+)"\]/\1/p' pyproject.toml)
+$(COMPAT)/newest/.installed: TORCH := torch
+$(COMPAT)/%/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet '$(TORCH)'
+	$(@D)/bin/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+compat: $(COMPAT)/oldest/.installed $(COMPAT)/newest/.installed  ## the library's tests with the oldest and the newest torch; gigabytes, and an hour
+	@for release in oldest newest; do \
+		$(COMPAT)/$$release/bin/python -c "import torch; print('torch', torch.__version__)" && \
+		OMP_NUM_THREADS=1 $(COMPAT)/$$release/bin/python -m pytest tests --library --numprocesses 2 --dist worksteal || exit 1; \
+	done
 
 links: $(STAMP)  ## ask every address on the pages whether it answers; needs a network
 	$(BIN)/python docs/_site/pages.py

@@ -1,8 +1,10 @@
 """The package as a user gets it: a wheel, torch, and nothing else."""
 
 import os
+import re
 import subprocess
 import sys
+import tarfile
 import venv
 from pathlib import Path
 
@@ -41,6 +43,31 @@ def test_import_needs_torch_alone():
 
 def test_import_has_no_side_effects():
     assert run(sys.executable, "-W", "error", "-c", "import orthocond") == ""
+
+
+def test_the_oldest_torch_is_the_same_everywhere():
+    (oldest,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
+    assert re.findall(r"torch==([\d.]+)", workflow) == [f"{oldest}.0"]
+    assert f"torch=={oldest}" in run("make", "--dry-run", "--always-make", "compat", cwd=ROOT)
+    assert f"Why PyTorch {oldest} is the oldest" in (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.timeout(600)
+def test_the_sdist_has_what_its_tests_need(tmp_path):
+    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", tmp_path, cwd=ROOT)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+    tracked = run("git", "ls-files", cwd=ROOT).splitlines() if (ROOT / ".git").exists() else []
+    for_developers = (".ci/", ".gitignore", ".pre-commit-config.yaml")
+    left_out = [name for name in tracked if not (unpacked / name).exists() and not name.startswith(for_developers)]
+    assert not left_out
+    environment = os.environ | {"PYTHONPATH": str(unpacked / "src")}
+    sample = ["tests/linalg/test_registries.py", "tests/test_study.py"]
+    told = run(sys.executable, "-m", "pytest", *sample, "-q", "-p", "no:cacheprovider", cwd=unpacked, env=environment)
+    assert " passed" in told
 
 
 @pytest.mark.timeout(600)

@@ -34,8 +34,11 @@ class Block(NamedTuple):
 
 
 def pages() -> list[Path]:
-    """Return README, changelog and all pages of the site."""
-    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Return README, changelog, the page for contributors and all pages of the site."""
+    return [
+        *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]
 
 
 def blocks(text: str) -> Iterator[Block]:

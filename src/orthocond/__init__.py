@@ -13,4 +13,4 @@ from orthocond.treatments import find_pre_svd, treat
 
 __all__ = ["ConditionMonitor", "__version__", "diagnose", "find_pre_svd", "linalg", "nn", "optim", "treat"]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
