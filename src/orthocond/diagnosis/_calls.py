@@ -306,7 +306,7 @@ def _incoming_unit(call: Call, incoming: tuple[Tensor | None, ...]) -> float:
     """Return the precision of the incoming gradients, which autocast or a cast behind the call may have lowered."""
     unit = max(call.unit, call.unit_behind)
     for X in incoming:
-        if X is None or X.is_complex() or not torch.isfinite(X).all():
+        if X is None or X.dtype != torch.float64 or not torch.isfinite(X).all():
             continue
         is_single, is_half = (torch.equal(X.to(dtype).to(X.dtype), X) for dtype in (torch.float32, torch.bfloat16))
         if is_single and not is_half:

@@ -98,6 +98,8 @@ def eigen_gradient(
 
     ``units`` are the relative precision of the decomposition and that of the incoming gradients.
     """
+    if (plain := _without_ties(l, [to_l, to_U], (back + back.mH) / 2, back, measured, units)) is not None:
+        return plain
     n = l.shape[-1]
     finite_in = _finite(to_l) & _finite(to_U)
     values_used = to_l is not None
@@ -154,6 +156,8 @@ def singular_gradient(
     """
     if vectors is None or (to_vectors[0] is None and to_vectors[1] is None):
         return eigen_gradient(s, None, to_s, None, back, measured, units)
+    if (plain := _without_ties(s, [to_s, *to_vectors], back, back, measured, units)) is not None:
+        return plain
     finite_in = _finite(to_s) & _finite(to_vectors[0]) & _finite(to_vectors[1])
     values_used = to_s is not None
     to_s = torch.zeros_like(s) if to_s is None else _repaired(to_s)
@@ -193,6 +197,31 @@ def singular_gradient(
         both_sides=to_vectors[0] is not None and to_vectors[1] is not None,
         values_used=values_used,
     )
+
+
+def _without_ties(
+    values: Tensor,
+    incoming: list[Tensor | None],
+    well_posed: Tensor,
+    back: Tensor,
+    measured: Spread,
+    units: tuple[float, float],
+) -> Gradient | None:
+    """Return the same at less cost if all matrices are far from ties and of full rank, and None if one is not.
+
+    Then what came back is the well-posed gradient, except for its antisymmetric part, which a symmetric matrix hasn't.
+    """
+    n = max(back.shape[-2:])
+    distance = measured.gap * values.abs().amax(-1)
+    if bool(measured.small.any()) or bool((measured.gap <= n * units[0]).any()):
+        return None
+    size = _norm(well_posed)
+    vectors = [_norm(X) for X in incoming[1:] if X is not None]
+    noise = _ratio(sum(vectors, torch.zeros_like(size)) * units[1] * math.sqrt(n) / distance, size)
+    if not bool((noise < 1e-3).all()) or not all(bool(_finite(X).all()) for X in (back, *incoming)):
+        return None
+    yes = torch.ones_like(size, dtype=torch.bool)
+    return Gradient(yes, yes, _ratio(_norm(back), size), noise, yes, ~yes, ~yes, 0)
 
 
 def _noise(values: Tensor, columns: Tensor, well_posed: Tensor, unit: float) -> Tensor:
