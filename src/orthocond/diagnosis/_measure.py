@@ -98,7 +98,8 @@ def eigen_gradient(
 
     ``units`` are the relative precision of the decomposition and that of the incoming gradients.
     """
-    if (plain := _without_ties(l, [to_l, to_U], (back + back.mH) / 2, back, measured, units)) is not None:
+    symmetric_back = back if to_U is None else (back + back.mH) / 2
+    if (plain := _without_ties(l, [to_l, to_U], symmetric_back, back, measured, units)) is not None:
         return plain
     n = l.shape[-1]
     finite_in = _finite(to_l) & _finite(to_U)
