@@ -91,6 +91,15 @@ def test_the_full_table_has_the_sizes_batches_and_spectra_that_time_allows():
     assert (128, 64, 32, 32) in {c.shape for c in layers.cells(quick=False)}
 
 
+def test_rotations_are_right_and_small(records):
+    own = {(r["size"], r["contestant"]): r for r in records["geometry"]}
+    assert {name for _, name in own} == {"nearest_rotation", "autograd through svd", "roma"}
+    for (size, name), r in own.items():
+        assert r["gradient_error"] < 1e-4, (size, name)
+    # The matrices are float32, so 40 times as much is 20 matrices of float64; roma's largest has d^4 entries.
+    assert own[6, "nearest_rotation"]["peak"] < 40 < own[6, "roma"]["peak"]
+
+
 def test_polar_and_layers_are_sane(records):
     errors = {r["contestant"]: r["error"] for r in records["polar"]}
     muon = "Muon's five steps" if processor.has_half_products() else "Muon's five steps, float32"

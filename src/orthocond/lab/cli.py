@@ -218,7 +218,7 @@ app.command("report", epilog="Example: orthocond report runs/sweep -o report.htm
 @app.command("bench", epilog="Example: orthocond bench solvers --json results/bench/solvers.json")
 def bench_command(
     subject: Annotated[
-        str | None, typer.Argument(help="solvers, polar, layers or step; unset: all.", show_default=False)
+        str | None, typer.Argument(help="solvers, polar, geometry, layers or step; unset: all.", show_default=False)
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small problems, few rounds: does it run, not how fast.")

@@ -11,10 +11,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "Budget",
@@ -24,6 +26,7 @@ __all__ = [
     "forward_backward",
     "growth_exponent",
     "once",
+    "peak_bytes",
     "saved_bytes",
     "spread",
 ]
@@ -137,6 +140,50 @@ def saved_bytes(forward: Callable[[], object]) -> int:
     storages = [saved.tensor.untyped_storage() for saved in kept]
     del result  # until here it held the graph, and the graph what is kept
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """Return the most bytes of tensors that were alive at one time while a function ran, those before it left out.
+
+    Memory that a library takes within one operation, without making a tensor of it, is not seen.
+
+    Example:
+        >>> x = torch.ones(4)
+        >>> peak_bytes(lambda: (x + 1).sum())
+        20
+    """
+    with _LiveTensors() as live:
+        result = function()
+    del result
+    return live.peak
+
+
+class _LiveTensors(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations make, until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {s.data_ptr() for s in map(Tensor.untyped_storage, _tensors((args, kwargs or {})))}
+        output = function(*args, **(kwargs or {}))
+        for tensor in _tensors(output):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in before and storage not in self._seen:
+                self._seen.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._freed, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return output
+
+    def _freed(self, size: int) -> None:
+        self.now -= size
+
+
+def _tensors(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-__all__ = ["PACKAGES", "inverse_roots", "orthogonal_parametrizations", "shifted", "state"]
+__all__ = ["PACKAGES", "inverse_roots", "orthogonal_parametrizations", "rotations", "shifted", "state"]
 
-PACKAGES = {"torchspd": "torchspd", "spd_learn": "spd_learn.functional", "geotorch": "geotorch"}
+PACKAGES = {"torchspd": "torchspd", "spd_learn": "spd_learn.functional", "geotorch": "geotorch", "roma": "roma"}
 """By name, the module that is needed of each."""
 
 
@@ -29,6 +29,11 @@ def inverse_roots() -> dict[str, Callable[[Tensor], Tensor]]:
             "spd_learn": lambda package: package.matrix_inv_sqrt.apply,
         }
     )
+
+
+def rotations() -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return functions from square matrices to their nearest rotations, by the name of the package."""
+    return _installed({"roma": lambda package: package.special_procrustes})
 
 
 def orthogonal_parametrizations() -> dict[str, Callable[[nn.Module], nn.Module]]:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from orthocond.errors import OrthocondError
 from orthocond.lab import processor
-from orthocond.lab.bench import layers, peers, polar, solvers, step
+from orthocond.lab.bench import geometry, layers, peers, polar, solvers, step
 from orthocond.lab.runs import environment
 
 __all__ = ["SUBJECTS", "BenchError", "Subject", "check_place", "read_results", "run", "write_results"]
@@ -40,6 +40,7 @@ SUBJECTS = MappingProxyType(
     {
         "solvers": Subject("inverse roots by every solver and gradient rule", solvers.cells, solvers.measure),
         "polar": Subject("the nearest orthogonal matrix", polar.cells, polar.measure),
+        "geometry": Subject("the nearest rotation", geometry.cells, geometry.measure),
         "layers": Subject("whitening, pooling and orthogonal weights", layers.cells, layers.measure),
         "step": Subject("a training step by each method", step.cells, step.measure),
     }

@@ -33,6 +33,7 @@ def tables(subject: str, entry: Mapping[str, Any]) -> list[Table]:
             _growth(entry["growth"]),
         ],
         "polar": lambda entry: [_polar(entry["records"])],
+        "geometry": lambda entry: [_geometry(entry["records"])],
         "layers": lambda entry: [_layers(entry["records"], name) for name in _LAYERS],
         "step": lambda entry: [_steps(entry["records"]), _added(entry["records"])],
     }
@@ -168,6 +169,26 @@ def _polar(records: Records) -> Table:
     )
 
 
+def _geometry(records: Records) -> Table:
+    return Table(
+        "Nearest rotation, float32",
+        "Time over `torch.linalg.svd` forward in float32, the relative error of the gradient, and the most memory that "
+        "was taken at one time, forward and backward, over the matrices themselves.",
+        ["contestant", "matrices", "forward", "forward and backward", "gradient error", "memory"],
+        [
+            [
+                r["contestant"],
+                f"{r['batch']}x{r['size']}x{r['size']}",
+                _times(r["forward"]),
+                _times(r["total"]),
+                _error(r),
+                _number(r["peak"], "{:.0f}"),
+            ]
+            for r in records
+        ],
+    )
+
+
 _LAYERS = {
     "norm": "Whitening against batch norm",
     "folded": "Inference, whitening folded into the convolution in front",
@@ -264,6 +285,24 @@ def _small_is_cheap(records: Records) -> tuple[str, bool] | None:
     return _below(records, "total", 2.5, dict(zip(place, (DEFAULT, 64, 1, next(iter(SPECTRA))), strict=True)))
 
 
+def _rotations_are_fast(records: Records) -> tuple[str, bool] | None:
+    return _over_roma(records, 3, 100_000, lambda r: float(r["total"]["ratio"]), 1.0)
+
+
+def _rotations_are_small(records: Records) -> tuple[str, bool] | None:
+    return _over_roma(records, 64, 2, lambda r: float(r["peak"]), 0.1)
+
+
+def _over_roma(
+    records: Records, size: int, batch: int, measured: Callable[[dict[str, Any]], float], bound: float
+) -> tuple[str, bool] | None:
+    own = {r["contestant"]: measured(r) for r in records if (r["size"], r["batch"]) == (size, batch)}
+    if "roma" not in own:
+        return None
+    ratio = own["nearest_rotation"] / own["roma"]
+    return f"{ratio:.2g}", ratio <= bound
+
+
 def _norm_is_cheap(records: Records) -> tuple[str, bool] | None:
     own = [r for r in records if r["shape"] == [128, 64, 32, 32] and r["mode"] == "training"]
     ratios = {r["layout"]: r["total"]["ratio"] for r in own if r["contestant"] == "DecorrelatedBatchNorm2d"}
@@ -286,6 +325,10 @@ _PROMISES: dict[str, list[tuple[str, Callable[[Records], tuple[str, bool] | None
         (f"{DEFAULT} is the fastest way to a gradient error below {ACCURATE:.0e}", _default_is_fastest),
         ("the same, of the ways that are so whatever the spectrum", _default_is_fastest_whatever),
         ("1x64x64 forward and backward at most 2.5 times eigh forward in float64", _small_is_cheap),
+    ],
+    "geometry": [
+        ("nearest_rotation at most the time of roma on 100000x3x3, forward and backward", _rotations_are_fast),
+        ("nearest_rotation at most a tenth of roma's memory on 64x64", _rotations_are_small),
     ],
     "layers": [
         ("decorrelated batch norm at most 2 times BatchNorm2d on 128x64x32x32 in the better layout", _norm_is_cheap)
