@@ -17,10 +17,21 @@ def run(*command):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("own_model.py", "largest difference after folding"), ("own_optimizer.py", "still orthogonal: True")],
+    [
+        ("own_model.py", "largest difference after folding"),
+        ("own_optimizer.py", "still orthogonal: True"),
+        ("pose_from_points.py", "the network's gradient, by hand: nan"),
+    ],
 )
 def test_examples_run(name, expected):
     assert expected in run(EXAMPLES / name)
+
+
+def test_learned_weights_align_in_spite_of_outliers(tmp_path):
+    output = run(EXAMPLES / "alignment_with_outliers.py", tmp_path / "picture.png")
+    plain, learned = (float(line.split()[-2]) for line in output.splitlines() if line.startswith("median error"))
+    assert learned < 0.2 * plain
+    assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
 def test_the_ddp_example_runs_on_two_processes():
