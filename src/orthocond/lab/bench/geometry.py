@@ -52,7 +52,8 @@ def by_svd(A: Tensor) -> Tensor:
     U, _, Vh = torch.linalg.svd(A)
     signs = torch.ones_like(A[..., 0])
     signs[..., -1] = torch.linalg.det(U.detach() @ Vh.detach())
-    return (U * signs.unsqueeze(-2)) @ Vh
+    rotation: Tensor = (U * signs.unsqueeze(-2)) @ Vh
+    return rotation
 
 
 def measure(cell: Cell, *, quick: bool) -> list[dict[str, Any]]:

@@ -152,9 +152,9 @@ def peak_bytes(function: Callable[[], object]) -> int:
         >>> peak_bytes(lambda: (x + 1).sum())
         20
     """
-    with _LiveTensors() as live:
-        result = function()
-    del result
+    live = _LiveTensors()
+    with live:
+        function()
     return live.peak
 
 
