@@ -12,8 +12,7 @@ from torch.nn.utils import parametrize
 
 from orthocond import treat
 from orthocond.errors import ArgumentError, NonFiniteError, OrthocondWarning
-from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm2d, is_orthogonal, orthogonal_weight
-from orthocond.treatments import TREATMENTS, canonical, parse
+from orthocond.nn import DecorrelatedBatchNorm2d, is_orthogonal, orthogonal_weight
 
 from cases import noise
 
@@ -509,14 +508,6 @@ def test_the_exact_rate_of_an_orthogonal_kernel_warns():
     assert len(caught) == 1
 
 
-def test_the_registry_and_its_grammar():
-    assert list(TREATMENTS) == ["nog", "sn", "ol", "ow", "olr", "gauge"]
-    assert {entry.acts_on for entry in TREATMENTS.values()} == {"weight", "gradient", "learning rate", "loss"}
-    assert canonical(" OW + nog ") == canonical("nog+ow") == canonical(["ow", "nog"]) == "nog+ow"
-    assert parse("none") == parse("") == parse([]) == ()
-    assert repr(treat(net(), "conv1", "olr+ow+nog")) == "Treatment(layer='conv1', spec='nog+ow+olr')"
-
-
 def attached(spec, make):
     treatment = quietly(model := net(), "conv1", spec)
     return treatment.attach(make(model))
@@ -563,24 +554,3 @@ def test_bad_input(call, message):
 def test_auto_treats_what_is_found():
     treatment = treat(net(), "auto", "nog", example_input=noise(2, 3, 6, 6))
     assert treatment.name == "conv1"
-
-
-def test_auto_with_several_pre_svd_layers_asks_for_a_name():
-    model = nn.Sequential(nn.Conv2d(3, 8, 1), DecorrelatedBatchNorm2d(8), nn.Conv2d(8, 4, 1), CovariancePool2d())
-    with pytest.raises(ArgumentError, match=r"several Pre-SVD layers \(0, 2\)"):
-        treat(model, "auto", "nog", example_input=noise(2, 3, 5, 5))
-
-
-class Joined(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.skip, self.up, self.norm = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1), DecorrelatedBatchNorm2d(8)
-
-    def forward(self, x):
-        return self.norm(torch.cat([self.skip(x), self.up(x)], 1))
-
-
-def test_auto_does_not_guess_which_of_several_layers_in_front_of_one_meta_layer_is_meant():
-    sentence = r"'norm' is fed by several layers: '\w+' \(channels . to .\) and '\w+' \(channels . to .\)"
-    with pytest.raises(ArgumentError, match=sentence):
-        treat(Joined(), "auto", "nog", example_input=noise(2, 3, 5, 5))

@@ -5,6 +5,7 @@ A treatment is a set of parts, written as names joined by ``+`` in any order, ea
 """
 
 from orthocond.graph import find_pre_svd
+from orthocond.treatments._group import TreatmentGroup
 from orthocond.treatments._host import Treatment
 from orthocond.treatments._nog import NearestOrthogonalGradient
 from orthocond.treatments._ol import OrthogonalLoss
@@ -35,6 +36,7 @@ __all__ = [
     "Step",
     "Target",
     "Treatment",
+    "TreatmentGroup",
     "canonical",
     "canonical_order",
     "find_pre_svd",

@@ -54,6 +54,7 @@ class Treatment:
         self._handles: list[Any] = []
         self._taken: tuple[dict[str, Any], Any, Any] | None = None
         self._last: LastStep | None = None
+        self._has_warned = False
         self._install(by_order)
         missing = {"attach"} if self._acting or self._watching else set[str]()
         missing |= {"penalty"} if self._penalizing else set[str]()
@@ -191,6 +192,10 @@ class Treatment:
     def _install(self, parts: list[Part]) -> None:
         is_frozen = not self.parameter.requires_grad  # and it is one that can be treated
         for part in parts:
+            if part._is_installed:
+                raise ArgumentError(f"this {part!r} treats a layer already; make an instance for each layer.")
+        for part in parts:
+            part._is_installed = True
             part.install(self._target)
         self._target.example_input = None
         if self._is_replaced and parametrize.is_parametrized(self.layer, "weight"):
@@ -226,7 +231,7 @@ class Treatment:
         self._last = None
         if group is None or parameter.grad is None or (found_inf is not None and bool(found_inf)):
             return
-        if self._target.is_blind:
+        if self._target.is_blind and not self._has_warned:
             self._warn_blind()
         step = Step(self._target, optimizer, group)
         with ExitStack() as stack:
@@ -241,12 +246,11 @@ class Treatment:
         self._last = LastStep(self.notes, step.noted)
 
     def _warn_blind(self) -> None:
-        self._target.detach()  # once is enough, and nothing will come
+        self._has_warned = True
         names = " and ".join(part.name for part in self._watching)
         warn(
-            f"{names} did not see the forward pass of {self.name!r} and does nothing: a compiled model was called "
-            "before, or another one of its class was; call torch.compiler.reset() after attach(), or attach the "
-            "treatment before the model's first call.",
+            f"{names} did not see the forward pass of {self.name!r} and does nothing: it came before attach(), or it "
+            "uses the weight without calling the layer; attach the treatment before the training.",
             OrthocondWarning,
             stacklevel=2,
         )

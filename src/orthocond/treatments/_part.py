@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from orthocond.treatments._step import Step
     from orthocond.treatments._target import Target
 
-__all__ = ["NOTE_KINDS", "Note", "Part", "overrides"]
+__all__ = ["NOTE_KINDS", "Note", "Part", "overrides", "renewed", "unknown_option"]
 
 NOTE_KINDS = ("number", "flag", "range")
 """What a note can be: a number, true or false, or a pair of the smallest and the largest.
@@ -94,6 +94,8 @@ class Part:
     """Whether `install` puts another weight in place of the layer's, so that the optimizer has to be made later."""
     options: Mapping[str, Any] = MappingProxyType({})
     """The options that text can give: of the class their defaults, of an instance their values."""
+    _given: Mapping[str, Any]
+    _is_installed = False
     _kinds: ClassVar[Mapping[str, Kind]] = MappingProxyType({})
     _arguments: ClassVar[tuple[str, ...]] = ()
 
@@ -116,12 +118,10 @@ class Part:
         part = super().__new__(cls)
         for name, value in options.items():
             if name not in cls._arguments:
-                known = ", ".join(f"{option}={spelled(default)}" for option, default in cls.options.items())
-                raise ArgumentError(
-                    f"{cls.name} got an unknown option {name!r}; its options are: {known or 'none, it has no options'}."
-                )
+                raise unknown_option(cls, name)
             if name in cls._kinds:
                 check_kind(value, cls._kinds[name], name, cls.name)
+        part._given = options
         part.options = {**cls.options, **{name: value for name, value in options.items() if name in cls._kinds}}
         return part
 
@@ -160,6 +160,19 @@ class Part:
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Take over what was saved."""
+
+
+def unknown_option(part: type[Part], option: str) -> ArgumentError:
+    """Return the error for an option that a part hasn't."""
+    known = ", ".join(f"{name}={spelled(default)}" for name, default in part.options.items())
+    return ArgumentError(
+        f"{part.name} got an unknown option {option!r}; its options are: {known or 'none, it has no options'}."
+    )
+
+
+def renewed(part: Part) -> Part:
+    """Return another part with the same options, for another layer."""
+    return type(part)(**part._given)
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

@@ -5,7 +5,7 @@ from typing import Any
 
 from orthocond._core.options import parsed_choice, parsed_value, spelled, split_outside
 from orthocond.errors import ArgumentError, check_choice
-from orthocond.treatments._part import Part
+from orthocond.treatments._part import Part, unknown_option
 from orthocond.treatments._registry import TREATMENTS
 
 __all__ = ["Specification", "canonical", "canonical_order", "check_flat_options", "parse"]
@@ -114,13 +114,13 @@ def _made(name: str, texts: dict[str, str]) -> Part:
     check_choice(name, TREATMENTS, "treatment", "treat")
     part, options = TREATMENTS[name], dict[str, Any]()
     for option, text in texts.items():
-        options[option] = text
-        if option in part._kinds:
-            try:
-                options[option] = parsed_value(text, part._kinds[option])
-            except (ValueError, OverflowError):
-                raise ArgumentError(
-                    f"treat got {name}({option}={text}); {option} takes {part._kinds[option]}, e.g. "
-                    f"{name}({option}={spelled(part.options[option])})."
-                ) from None
+        if option not in part._kinds:
+            raise unknown_option(part, option)
+        try:
+            options[option] = parsed_value(text, part._kinds[option])
+        except (ValueError, OverflowError):
+            raise ArgumentError(
+                f"treat got {name}({option}={text}); {option} takes {part._kinds[option]}, e.g. "
+                f"{name}({option}={spelled(part.options[option])})."
+            ) from None
     return part(**options)

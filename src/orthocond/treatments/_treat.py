@@ -1,22 +1,33 @@
 """Putting a treatment on a layer of a model."""
 
-from typing import Any
+from contextlib import suppress
+from typing import Any, Literal, overload
 from warnings import warn
 
 from torch import nn
 
 from orthocond.errors import ArgumentError, OrthocondWarning, check_choice
 from orthocond.graph import Join, find_pre_svd, has_matrix, unwrapped
+from orthocond.treatments._group import TreatmentGroup
 from orthocond.treatments._host import Treatment
+from orthocond.treatments._part import renewed
 from orthocond.treatments._spec import Specification, check_flat_options, parse
 from orthocond.treatments._target import Target
 
 __all__ = ["treat"]
 
 
+@overload
+def treat(
+    model: nn.Module, layer: Literal["all"], spec: Specification, *, example_input: Any = None, **options: Any
+) -> TreatmentGroup: ...
+@overload
 def treat(
     model: nn.Module, layer: str | nn.Module, spec: Specification, *, example_input: Any = None, **options: Any
-) -> Treatment:
+) -> Treatment: ...
+def treat(
+    model: nn.Module, layer: str | nn.Module, spec: Specification, *, example_input: Any = None, **options: Any
+) -> Treatment | TreatmentGroup:
     """Put a treatment on one layer of a model.
 
     Three lines in a training loop:
@@ -28,11 +39,13 @@ def treat(
     Args:
         model: the model, also one wrapped by `torch.compile` or, unless ``ow`` or ``sn`` replace the weight, by DDP.
         layer: the Pre-SVD layer: a linear layer or a convolution of any kind, as a module or by its dotted name, or
-            ``"auto"`` for the one that `find_pre_svd` finds.
+            ``"auto"`` for the one that `find_pre_svd` finds. Where it finds several, ``"first"`` takes the first, and
+            ``"all"`` treats them all and returns a `TreatmentGroup`.
         spec: names of `TREATMENTS` joined by ``+``, in any order, each with its options in parentheses:
             ``"nog(solver=svd)+ow(kind=operator)+olr"``; ``"none"``; or a list that mixes such texts and instances of
             `Part`: ``["ow", MyPart(scale=0.1)]``.
-        example_input: an input of the model, for ``"auto"``, and for ``gauge`` where `torch.fx` can't trace the model.
+        example_input: an input of the model, for ``"auto"``, ``"first"`` and ``"all"``, and for ``gauge`` where
+            `torch.fx` can't trace the model.
         **options: none; an option beside the specification raises, with its new spelling.
 
     Returns:
@@ -63,29 +76,44 @@ def treat(
             "treat the model before you wrap it."
         )
     model = unwrapped(model)
-    if isinstance(layer, str) and layer == "auto":
-        layer = _only_pre_svd(model, example_input)
-    target = Target(model, *_found(model, layer))
-    target.example_input = example_input
-    treatment = Treatment(target, parts)
-    for message in target.warnings:
+    layers: list[str | nn.Module] = [layer]
+    is_found = isinstance(layer, str) and layer in ("auto", "first", "all") and layer not in dict(model.named_modules())
+    if is_found:
+        layers = [*_pre_svd_layers(model, str(layer), example_input)]
+    targets = [Target(model, *_found(model, each)) for each in layers]
+    treatments: list[Treatment] = []
+    try:
+        for target in targets:
+            target.example_input = example_input
+            treatments.append(Treatment(target, map(renewed, parts) if len(targets) > 1 else parts))
+    except ArgumentError:
+        for treatment in treatments:
+            with suppress(ArgumentError):
+                treatment.remove()
+        raise
+    for message in dict.fromkeys(message for target in targets for message in target.warnings):
         warn(message, OrthocondWarning, stacklevel=2)
-    return treatment
+    return TreatmentGroup(treatments) if is_found and layer == "all" else treatments[0]
 
 
-def _only_pre_svd(model: nn.Module, example_input: Any) -> str:
+def _pre_svd_layers(model: nn.Module, which: str, example_input: Any) -> list[str]:
     if example_input is None:
-        raise ArgumentError("treat with layer='auto' needs an example_input; pass one batch of the model's input.")
-    layers = set[str]()
-    for meta, feeds in find_pre_svd(model, example_input).items():
-        if isinstance(feeds, Join):
-            raise ArgumentError(f"the meta-layer {meta!r} is fed by several layers: {feeds}; treat each by its name.")
-        layers.add(feeds)
-    if len(layers) > 1:
-        raise ArgumentError(
-            f"the model has several Pre-SVD layers ({', '.join(sorted(layers))}); treat each by its name."
-        )
-    return layers.pop()
+        raise ArgumentError(f"treat with layer={which!r} needs an example_input; pass one batch of the model's input.")
+    found = find_pre_svd(model, example_input)
+    layers = list(dict.fromkeys(name for feeds in found.values() for name in _names(feeds)))
+    if len(layers) > 1 and which == "auto":
+        joins = [
+            f"the meta-layer {meta!r} is fed by several layers: {feeds}"
+            for meta, feeds in found.items()
+            if isinstance(feeds, Join)
+        ]
+        reason = "; ".join(joins) or f"the model has several Pre-SVD layers ({', '.join(layers)})"
+        raise ArgumentError(f"{reason}; treat each by its name, or pass layer='first' or layer='all'.")
+    return layers if which == "all" else layers[:1]
+
+
+def _names(feeds: str | Join) -> tuple[str, ...]:
+    return feeds.layers if isinstance(feeds, Join) else (feeds,)
 
 
 def _found(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
