@@ -141,6 +141,7 @@ def test_a_norm_with_dropout_and_activation_inside_keeps_them():
     assert torch.equal(y, norm.act(norm.drop(plain(model[0](x)))))
     assert (y == 0).float().mean() > 0.4  # dropout at work
     model.train()(x).sum().backward()
+    torch.compile(model, backend="aot_eager", fullgraph=True)(x).sum().backward()
     folded = fold(model.eval())
     assert torch.allclose(folded(x), model(x), atol=1e-4)
 

@@ -13,6 +13,7 @@ from orthocond.nn import (
     DecorrelatedBatchNorm1d,
     DecorrelatedBatchNorm2d,
     DecorrelatedBatchNorm3d,
+    RotationHead,
     WhiteningColoring2d,
     convert_batchnorm,
     orthogonal_weight,
@@ -181,13 +182,14 @@ def test_every_solver(solver, dtype):
         check(CovariancePool2d(solver=solver, vectorize=vectorize), noise(3, 4, 5, 5).to(dtype))
 
 
-def test_colouring_and_orthogonal_weights():
+def test_the_other_layers():
     style = noise(2, 4, 5, 5, seed=3)
     coloring = WhiteningColoring2d()
     check(lambda x: coloring(x, style), noise(2, 4, 5, 5))
     for kind in KINDS:
         check(orthogonal_weight(nn.Conv2d(4, 4, 3, padding=1), kind=kind), noise(2, 4, 5, 5))
     check(orthogonal_weight(nn.Linear(4, 4)), noise(9, 4))
+    check(RotationHead(2), noise(9, 4))
 
 
 def check(layer, x):

@@ -207,9 +207,10 @@ class _DecorrelatedBatchNorm(MetaLayer):
         if self.running_mean is None or self.running_whitening is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
-        momentum = self.momentum
-        if momentum is None:
-            momentum = 1.0 / float(self.num_batches_tracked)
+        momentum: Any = self.momentum
+        if momentum is None:  # as a tensor, which takes no synchronisation
+            count = self.num_batches_tracked.to(at_least_float32(self.running_mean.dtype))
+            momentum = count.reciprocal().to(self.running_mean.dtype)
         self.running_mean.lerp_(statistics.mean.flatten().to(self.running_mean), momentum)
         self.running_whitening.lerp_(statistics.whitening.to(self.running_whitening), momentum)
 
