@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from orthocond.linalg import SOLVERS
-from orthocond.linalg._roots import roots
+from orthocond.linalg._roots import spectral
 from orthocond.linalg._spectrum import spectrum_of
 
 from cases import noise, rotation
@@ -15,7 +15,7 @@ U = rotation(5)
 
 def with_floor(A, floor, *, solver="eigh", eps=0.0, rtol=None):
     options = {"solver": solver, "gradient": "exact", "eps": eps, "rtol": rtol}
-    return roots("test", A, (0.5, -0.5), **options, floor=floor)[0]
+    return spectral("test", A, ("sqrt", "inv_sqrt"), **options, floor=floor)[0]
 
 
 def matrix():

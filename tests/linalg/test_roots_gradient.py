@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from orthocond.linalg import GRADIENTS, SOLVERS, covariance, matrix_inv_sqrth, matrix_sqrth, matrix_sqrth_pair
+from orthocond.errors import GradientError
+from orthocond.linalg import (
+    GRADIENTS,
+    SOLVERS,
+    covariance,
+    matrix_inv_sqrth,
+    matrix_logh,
+    matrix_sqrth,
+    matrix_sqrth_pair,
+)
 
 from cases import BATCHES, SPECTRA, matrices, noise, rotation
 from oracle import relative_error, root_gradient
@@ -147,14 +156,37 @@ def test_only_the_exact_rule_is_differentiable_again():
         grad.sum().backward()
 
 
-def test_the_third_derivative_says_that_it_is_missing():
-    A = matrices("spread 1e2", 4).requires_grad_()
+@pytest.mark.parametrize("root", [matrix_sqrth, matrix_inv_sqrth])
+@pytest.mark.parametrize("point", ["ties", "1x1"])
+def test_third_and_fourth_derivative_of_the_roots(root, point):
+    A = POINTS[point][..., :3, :3].clone().requires_grad_()
+    G = noise(*A.shape, dtype=torch.float64)
+    function = symmetrised(lambda A: (G * root(A, eps=0.1)).pow(2).sum())
+
+    def gradient(A):
+        return torch.autograd.grad(function(A), A, create_graph=True)[0]
+
+    def third(A):
+        (grad,) = torch.autograd.grad((gradient(A) * G).sum(), A, create_graph=True)
+        return torch.autograd.grad((grad * G).sum(), A, create_graph=True)[0]
+
+    assert gradgradcheck(gradient, A)
+    assert gradcheck(third, A)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda A: matrix_sqrth(A, rtol=0.1), lambda A: matrix_inv_sqrth(A, rtol=0.1), matrix_logh],
+    ids=["sqrt, dropped", "inv_sqrt, dropped", "log"],
+)
+def test_a_third_derivative_that_is_missing_says_so(function):
+    A = matrices("spread 1e2", 4, (), torch.float64).requires_grad_()
     grad = A
     for _ in range(2):
         (grad,) = torch.autograd.grad(
-            matrix_sqrth(A).square().sum() if grad is A else grad.square().sum(), A, create_graph=True
+            function(A).square().sum() if grad is A else grad.square().sum(), A, create_graph=True
         )
-    with pytest.raises(RuntimeError, match="twice, not three times"):
+    with pytest.raises(GradientError, match="is differentiable twice"):
         grad.sum().backward()
 
 

@@ -1,5 +1,7 @@
 """The roots under vmap, torch.func, torch.compile and autocast."""
 
+import functools
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -8,13 +10,18 @@ from orthocond.errors import NonFiniteError
 from orthocond.linalg import (
     POLAR_SOLVERS,
     SOLVERS,
+    matrix_exph,
     matrix_inv_sqrth,
+    matrix_logh,
+    matrix_powerh,
     matrix_sqrth,
     matrix_sqrth_pair,
     nearest_orthogonal,
 )
 
 from cases import matrices, noise
+
+ROOTS = (matrix_sqrth, matrix_inv_sqrth)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -131,9 +138,65 @@ def test_meta_tensors_have_shapes():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by forward mode itself, the first time
-def test_a_tangent_is_never_lost():
-    """The roots have no forward derivative: without gradients, too, they say so instead of dropping the tangent."""
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_forward_mode_without_gradients(solver):
     with torch.no_grad(), forward_ad.dual_level():
         A = forward_ad.make_dual(torch.eye(3), torch.ones(3, 3))
-        with pytest.raises(NotImplementedError):
-            matrix_sqrth(A)
+        tangent = forward_ad.unpack_dual(matrix_sqrth(A, solver=solver)).tangent
+    assert torch.allclose(tangent, torch.full((3, 3), 0.5), atol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("function", [*ROOTS, matrix_logh, matrix_exph])
+def test_forward_over_reverse_and_reverse_over_forward_agree(function):
+    A = matrices("repeated", 3, (), torch.float64)
+    loss = lambda A: function(A).pow(3).sum()
+    twice = torch.func.jacrev(torch.func.jacrev(loss))(A)
+    assert torch.allclose(torch.func.hessian(loss)(A), twice)
+    assert torch.allclose(torch.func.jacrev(torch.func.jacfwd(loss))(A), twice)
+    assert torch.allclose(torch.func.jacfwd(torch.func.jacfwd(loss))(A), twice)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_the_derivative_and_its_adjoint_agree_on_a_thousand_problems():
+    """<H, D f(A)[G]> = <D f(A)^*[H], G>, by forward and by reverse mode."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(250):
+        n, power = int(torch.randint(1, 7, (), generator=generator)), 4 * float(torch.rand((), generator=generator)) - 2
+        X, G, H = torch.randn(3, n, n, generator=generator, dtype=torch.float64)
+        A = X @ X.mT if n % 2 else X[:, :1] @ X[:, :1].mT  # the even ones have rank 1
+        for function in (*ROOTS, matrix_logh, functools.partial(matrix_powerh, exponent=power)):
+            _, tangent = torch.func.jvp(function, (A,), (G,))
+            leaf = A.clone().requires_grad_()
+            (cotangent,) = torch.autograd.grad(function(leaf), leaf, H)
+            size = (H.norm() * tangent.norm() + G.norm() * cotangent.norm()).item()
+            assert abs(float((H * tangent).sum() - (cotangent * G).sum())) <= 1e-12 * size
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_compiled_forward_mode_drops_nothing(solver):
+    """It leaves the graph where it may, else it raises; torch's own loses a custom jvp (issue 192985)."""
+    torch._dynamo.reset()
+    A, G = matrices("repeated", 3, (), torch.float64), noise(3, 3, dtype=torch.float64)
+    function = lambda A: matrix_inv_sqrth(A, solver=solver)
+    tangent = lambda A, G: torch.func.jvp(function, (A,), (G,))[1]
+    assert torch.allclose(torch.compile(tangent, backend="aot_eager")(A, G), tangent(A, G))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Observed exception"):
+        torch.compile(tangent, backend="aot_eager", fullgraph=True)(A, G)
+    compiled = torch.compile(function, backend="aot_eager")
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(compiled(forward_ad.make_dual(A, G))).tangent
+    assert torch.allclose(found, tangent(A, G))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_forward_mode_can_be_nested():
+    """PyTorch would drop terms by itself: it turns forward mode off within a custom jvp."""
+    A = matrices("repeated", 2, (), torch.float64)
+    loss = lambda A: matrix_inv_sqrth(A).pow(3).sum()
+    jacfwd, jacrev = torch.func.jacfwd, torch.func.jacrev
+    third = jacrev(jacrev(jacrev(loss)))(A)
+    assert torch.allclose(jacfwd(jacfwd(jacfwd(loss)))(A), third)
+    assert torch.allclose(jacfwd(jacfwd(jacrev(loss)))(A), third)

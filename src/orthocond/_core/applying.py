@@ -46,7 +46,7 @@ def with_forward_mode(function: F) -> F:
 
     def jvp(ctx: Any, *directions: Tensor | None) -> Any:
         with _forward_mode_on():
-            saved = tuple(forward_ad.unpack_dual(tensor).primal for tensor in ctx.saved_tensors)
+            saved = tuple(None if each is None else forward_ad.unpack_dual(each).primal for each in ctx.saved_tensors)
             return function.tangent(ctx, saved, *directions)  # type: ignore[attr-defined]
 
     function._with_jvp = type(function.__name__, (function,), {"jvp": staticmethod(jvp)})  # type: ignore[attr-defined]
@@ -70,6 +70,8 @@ def applied(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     hasn't; at 64x64 that costs a tenth of the decomposition.
     """
     if torch.compiler.is_compiling():
+        if private.forward_mode_is_on():  # the compiler would drop the tangent (pytorch issue 192985)
+            raise GradientError("torch.compile has no forward mode here; leave torch.func.jvp out of what is compiled.")
         return function.apply(*inputs)
     function = getattr(function, "_with_jvp", function)
     if private.unwrap_dead_wrappers is None or not is_plain():

@@ -8,15 +8,16 @@ from torch import Tensor
 
 from orthocond._core.applying import applied, with_forward_mode
 
-__all__ = ["at_least_float32", "autocast_off", "lift", "narrow", "widen"]
+__all__ = ["at_least_float32", "autocast_off", "finite", "lift", "narrow", "widen"]
 
 
 _NOTHING = nullcontext()
 
 
 def widen(A: Tensor) -> Tensor:
-    """Return ``A`` in float64: on its device, or on the CPU where the device has no float64 (MPS)."""
-    return A.double() if A.device.type != "mps" else A.cpu().double()
+    """Return ``A`` in float64, or complex128: on its device, or on the CPU where the device has no float64 (MPS)."""
+    wide = A if A.device.type != "mps" else A.cpu()
+    return wide.to(torch.complex128) if A.is_complex() else wide.double()
 
 
 def narrow(A: Tensor, like: Tensor) -> Tensor:
@@ -27,8 +28,15 @@ def narrow(A: Tensor, like: Tensor) -> Tensor:
     """
     if A.dtype == like.dtype:
         return A
-    largest = torch.finfo(like.dtype).max
-    return A.to(like).clamp(-largest, largest)  # in place it has no batching rule
+    return finite(A.to(like))
+
+
+def finite(A: Tensor) -> Tensor:
+    """Return ``A`` with what is infinite, because its dtype can't hold it, as the largest number of that sign."""
+    largest = torch.finfo(A.dtype).max
+    if A.is_complex():
+        return torch.view_as_complex(torch.view_as_real(A.resolve_conj()).clamp(-largest, largest))
+    return A.clamp(-largest, largest)  # in place it has no batching rule
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -62,8 +70,7 @@ class _Lift(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, G: Tensor) -> tuple[Tensor, None]:
         (scale,) = ctx.saved_tensors
-        largest = torch.finfo(ctx.dtype).max
-        return (G * scale).clamp(-largest, largest).to(ctx.dtype), None
+        return finite((G * scale).to(ctx.dtype)), None
 
     @staticmethod
     def tangent(ctx: Any, saved: tuple[Tensor], direction: Tensor, _: None) -> Tensor:

@@ -25,6 +25,8 @@ class Entry:
     description: str
     reference: str
     options: Mapping[str, Option] = field(default_factory=dict)
+    signed_options: bool = False
+    """Whether its options may be zero or negative."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", MappingProxyType(dict(self.options)))
@@ -46,7 +48,8 @@ def resolve(registry: Mapping[str, E], choice: str, argument: str, caller: str) 
     """
     if isinstance(choice, str) and choice in registry:  # the usual case, and called for every root
         return registry[choice], dict(registry[choice].options)
-    name, problem, texts = choice, "", dict[str, str]()
+    name, problem = choice, ""
+    texts: dict[str, str] = {}  # torch.compile reads this too
     if isinstance(choice, str):
         try:
             name, texts = parsed_choice(choice)
@@ -65,9 +68,11 @@ def resolve(registry: Mapping[str, E], choice: str, argument: str, caller: str) 
         is_number = kind.type in (int, float)
         try:
             options[key] = parsed_value(text, kind)
-            if is_number and not 0 < options[key] < math.inf:
+            if is_number and not (entry.signed_options or options[key] > 0):
+                raise ValueError
+            if is_number and not math.isfinite(options[key]):
                 raise ValueError
         except (ValueError, OverflowError):
-            what = f"{kind} > 0" if is_number else str(kind)
+            what = f"{kind} > 0" if is_number and not entry.signed_options else str(kind)
             raise ArgumentError(f"{caller} got {argument}={choice!r}; {key} takes {what}, e.g. {known}.") from None
     return entry, options

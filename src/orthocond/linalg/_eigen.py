@@ -1,26 +1,35 @@
-"""The roots by eigenvalues: a decomposition, a function of the eigenvalues, and exact derivatives."""
+"""Spectral functions by eigenvalues: a decomposition, a function of the eigenvalues, and exact derivatives.
 
+With ``f(A)``, its derivative ``D1(A)[G]`` and its second derivative ``D2(A)[G, H]``, which is symmetric in ``G`` and
+``H``: all three are symmetric operators, so a derivative and its adjoint are the same formula, and forward and reverse
+mode share it. ``D3`` exists for the roots, see `_third_derivative`.
+"""
+
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from orthocond._core.applying import applied
+from orthocond._core.applying import applied, with_forward_mode
 from orthocond._core.precision import autocast_off, narrow, widen
 from orthocond._core.registry import resolve
 from orthocond.errors import GradientError
 from orthocond.linalg._decompose import decompose
-from orthocond.linalg._differences import Split, root_values, second_derivative, split
+from orthocond.linalg._differences import Split, second_derivative, split, values
+from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen, spectral_function
 from orthocond.linalg._gradients import GRADIENTS, differences
+from orthocond.linalg._solver import Solver
 
-__all__ = ["batched", "eigen_root_vjp", "eigen_roots", "root_of", "symmetric"]
+__all__ = ["EIGEN_SOLVERS", "batched", "eigen_vjp", "function_of", "symmetric"]
 
 Context = Any
+Saved = tuple[Tensor | None, ...]
 
 
-def eigen_roots(
+def eigen_functions(
     A: Tensor,
-    powers: tuple[float, ...],
+    functions: tuple[Chosen, ...],
     *,
     method: str,
     gradient: str,
@@ -28,45 +37,66 @@ def eigen_roots(
     rtol: float | None,
     floor: Tensor | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return ``(A + eps I)^p`` for each ``p`` in ``powers``, and the eigenvalues of ``A``, detached and ascending.
+    """Return ``f(A + eps I)`` for each of ``functions``, and the eigenvalues of ``A``, detached and ascending.
 
     ``rtol`` and ``floor`` say which eigenvalues are dropped, as in `split`.
     """
     with autocast_off(A.device):
-        *roots, eigenvalues, _ = applied(_EigenRoots, A, floor, powers, method, gradient, eps, rtol)
-    return tuple(roots), eigenvalues
+        *results, eigenvalues, _ = applied(_Spectral, A, floor, functions, method, gradient, eps, rtol)
+    return tuple(results), eigenvalues
 
 
-def eigen_root_vjp(A: Tensor, power: float, G: Tensor, *, rtol: float) -> tuple[Tensor, Tensor]:
-    """Return ``A^power`` and its derivative applied to ``G``, both differentiable again."""
-    root, eigenvalues, U = _EigenRoots.apply(A, None, (power,), "eigh", "exact", 0.0, rtol)
-    return root, _EigenDerivative.apply(A, G, eigenvalues, U, None, power, "exact", 0.0, rtol)
+EIGEN_SOLVERS = (
+    Solver(
+        "eigh",
+        "Symmetric eigendecomposition, in float64 inside where the device has it: the most accurate and the default.",
+        "LAPACK syevd; gradient by Daleckii and Krein",
+        solve=functools.partial(eigen_functions, method="eigh"),
+    ),
+    Solver(
+        "svd",
+        "Singular value decomposition, in float64 inside where the device has it: as accurate as eigh, twice its time.",
+        "LAPACK gesdd; the paper's solver",
+        solve=functools.partial(eigen_functions, method="svd"),
+    ),
+)
 
 
-def root_of(U: Tensor, parts: Split, power: float) -> Tensor:
-    """Return the root or the inverse root from eigenvectors and eigenvalues."""
-    return (U * root_values(parts, power).unsqueeze(-2)) @ U.mT
+def eigen_vjp(A: Tensor, function: Chosen, G: Tensor, *, rtol: float) -> tuple[Tensor, Tensor]:
+    """Return ``f(A)`` and its derivative applied to ``G``, both differentiable again."""
+    value, eigenvalues, U = applied(_Spectral, A, None, (function,), "eigh", "exact", 0.0, rtol)
+    return value, applied(_Derivative, A, G, eigenvalues, U, None, function, "exact", 0.0, rtol)
+
+
+def function_of(U: Tensor, parts: Split, function: Chosen) -> Tensor:
+    """Return the function of a matrix from eigenvectors and eigenvalues."""
+    return (U * values(parts, function).unsqueeze(-2)) @ U.mH
 
 
 def symmetric(A: Tensor) -> Tensor:
-    """Return ``(A + A^T) / 2``, halved first so that nothing overflows."""
+    """Return ``(A + A^H) / 2``, halved first so that nothing overflows."""
     half = A * 0.5
-    return half + half.mT
+    return half + half.mH
 
 
 def _wide_symmetric(A: Tensor) -> Tensor:
-    if A.dtype == torch.float64:
-        return symmetric(A)
     wide = widen(A)
+    if wide.dtype == A.dtype or wide.is_complex():
+        return symmetric(wide)
     return wide.lerp(wide.mT, 0.5)  # here nothing overflows
 
 
-def _fit(dtype: torch.dtype, eps: float, rtol: float | None) -> bool:
+def _parts(eigenvalues: Tensor, floor: Tensor | None, eps: float, rtol: float | None, function: Chosen) -> Split:
+    return split(eigenvalues, eps, rtol, floor, whole_line=spectral_function(function)[0].whole_line)
+
+
+def _fit(dtype: torch.dtype, functions: tuple[Chosen, ...], eps: float, rtol: float | None) -> bool:
     """Return whether ``dtype`` holds every root, so that none need be looked at; float32 with usual options does.
 
     The smallest number of float32 that isn't zero is 1e-45, so no eigenvalue that is kept is below ``1e-45 * rtol``.
     """
-    return dtype == torch.float32 and (rtol or 0.0) + eps > 1e-25 and eps < 1e60
+    usual = dtype == torch.float32 and (rtol or 0.0) + eps > 1e-25 and eps < 1e60
+    return usual and all(function in (SQRT, INV_SQRT) for function in functions)
 
 
 def batched(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
@@ -77,55 +107,67 @@ def batched(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor | Non
     ]
 
 
-class _EigenRoots(torch.autograd.Function):
-    """``A -> (A + eps I)^p`` for one or two ``p``, with the eigenvalues and eigenvectors behind them."""
+@with_forward_mode
+class _Spectral(torch.autograd.Function):
+    """``A -> f(A + eps I)`` for one or more ``f``, with the eigenvalues and eigenvectors behind them."""
 
     @staticmethod
     def forward(
         A: Tensor,
         floor: Tensor | None,
-        powers: tuple[float, ...],
+        functions: tuple[Chosen, ...],
         method: str,
         gradient: str,
         eps: float,
         rtol: float | None,
     ) -> tuple[Tensor, ...]:
         eigenvalues, U = decompose(_wide_symmetric(A), method)
-        parts = split(eigenvalues, eps, rtol, floor)
-        roots = (root_of(U, parts, power) for power in powers)
-        if _fit(A.dtype, eps, rtol):
-            return *(root.to(A) for root in roots), eigenvalues, U
-        return *(narrow(root, A) for root in roots), eigenvalues, U
+        parts = _parts(eigenvalues, floor, eps, rtol, functions[0])
+        results = (function_of(U, parts, function) for function in functions)
+        if _fit(A.dtype, functions, eps, rtol):
+            return *(result.to(A) for result in results), eigenvalues, U
+        return *(narrow(result, A) for result in results), eigenvalues, U
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        A, floor, ctx.powers, _, *ctx.options = inputs
+        A, floor, ctx.functions, _, *ctx.options = inputs
         *_, eigenvalues, U = output
         ctx.mark_non_differentiable(eigenvalues, U)
-        ctx.save_for_backward(A, eigenvalues, U, floor)
-        ctx.set_materialize_grads(False)
+        _save(ctx, A, eigenvalues, U, floor)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         A, eigenvalues, U, floor = ctx.saved_tensors
         total: Tensor | None = None
         with autocast_off(A.device):
-            for power, G in zip(ctx.powers, grads[: len(ctx.powers)], strict=True):
+            for function, G in zip(ctx.functions, grads[: len(ctx.functions)], strict=True):
                 if G is not None:
-                    part = applied(_EigenDerivative, A, G, eigenvalues, U, floor, power, *ctx.options)
+                    part = applied(_Derivative, A, G, eigenvalues, U, floor, function, *ctx.options)
                     total = part if total is None else total + part
             # The parts may exceed what a half type holds where their sum doesn't, so it is narrowed alone.
             to_A = None if total is None else narrow(total, A)
         return to_A, None, None, None, None, None, None
 
     @staticmethod
+    def tangent(ctx: Context, saved: Saved, direction: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        A, eigenvalues, U, floor = saved
+        assert A is not None
+        with autocast_off(A.device):
+            tangents = (
+                applied(_Derivative, A, direction, eigenvalues, U, floor, function, *ctx.options)
+                for function in ctx.functions
+            )
+            return *(narrow(tangent, A) for tangent in tangents), None, None
+
+    @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        output = _EigenRoots.apply(*batched(info.batch_size, in_dims[:2], inputs[:2]), *inputs[2:])
+        output = applied(_Spectral, *batched(info.batch_size, in_dims[:2], inputs[:2]), *inputs[2:])
         return output, (0,) * len(output)
 
 
-class _EigenDerivative(torch.autograd.Function):
-    """``(A, G) -> U (F o (U^T G U)) U^T``, in the dtype of ``U``: symmetric in ``G``, so its own adjoint in it."""
+@with_forward_mode
+class _Derivative(torch.autograd.Function):
+    """``(A, G) -> U (F o (U^H G U)) U^H``, in the dtype of ``U``: symmetric in ``G``, so its own adjoint in it."""
 
     @staticmethod
     def forward(
@@ -134,44 +176,77 @@ class _EigenDerivative(torch.autograd.Function):
         eigenvalues: Tensor,
         U: Tensor,
         floor: Tensor | None,
-        power: float,
+        function: Chosen,
         gradient: str,
         eps: float,
         rtol: float | None,
     ) -> Tensor:
-        parts = split(eigenvalues, eps, rtol, floor)
+        parts = _parts(eigenvalues, floor, eps, rtol, function)
         rule, options = resolve(GRADIENTS, gradient, "gradient", "backward")
-        F = differences(rule, options, parts, power, eps)
+        F = differences(rule, options, parts, function, eps)
         # F is symmetric, so the symmetric part may be taken last, where it is cheapest. Of the two factors it is G that
         # may be of several directions at once.
-        return symmetric(U @ (U.mT @ G.to(U) @ U).mul_(F) @ U.mT)
+        return symmetric(U @ (U.mH @ G.to(U) @ U).mul_(F) @ U.mH)
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
-        A, G, eigenvalues, U, floor, *ctx.options = inputs
-        ctx.save_for_backward(A, G, eigenvalues, U, floor)
+        *tensors, ctx.function, ctx.gradient, ctx.eps, ctx.rtol = inputs
+        _save(ctx, *tensors)
 
     @staticmethod
-    def backward(ctx: Context, H: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Context, H: Tensor | None) -> tuple[Any, ...]:
         A, G, eigenvalues, U, floor = ctx.saved_tensors
-        power, gradient, eps, rtol = ctx.options
-        if gradient != "exact":
-            raise GradientError(f"the gradient rule {gradient!r} can't be differentiated again; use gradient='exact'.")
         to_A = to_G = None
-        with autocast_off(A.device):
-            if ctx.needs_input_grad[0]:
-                to_A = _EigenSecondDerivative.apply(A, G, H, eigenvalues, U, floor, power, eps, rtol)
-            if ctx.needs_input_grad[1]:
-                to_G = narrow(_EigenDerivative.apply(A, H, eigenvalues, U, floor, *ctx.options), G)
+        if H is not None:
+            _check_exact(ctx.gradient)
+            with autocast_off(A.device):
+                options = (eigenvalues, U, floor, ctx.function)
+                if ctx.needs_input_grad[0]:
+                    to_A = narrow(applied(_SecondDerivative, A, G, H, *options, ctx.eps, ctx.rtol), A)
+                if ctx.needs_input_grad[1]:
+                    to_G = narrow(applied(_Derivative, A, H, *options, "exact", ctx.eps, ctx.rtol), G)
         return to_A, to_G, None, None, None, None, None, None, None
 
     @staticmethod
+    def tangent(ctx: Context, saved: Saved, along_A: Tensor | None, along_G: Tensor | None, *_: None) -> Tensor | None:
+        A, G, eigenvalues, U, floor = saved
+        _check_exact(ctx.gradient if along_A is not None else "exact")
+        with autocast_off(ctx.device):
+            parts = []
+            if along_A is not None:
+                parts.append(
+                    applied(_SecondDerivative, A, G, along_A, eigenvalues, U, floor, ctx.function, ctx.eps, ctx.rtol)
+                )
+            if along_G is not None:
+                options = (ctx.function, ctx.gradient, ctx.eps, ctx.rtol)
+                parts.append(applied(_Derivative, A, along_G, eigenvalues, U, floor, *options))
+            return _total(parts)
+
+    @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return _EigenDerivative.apply(*batched(info.batch_size, in_dims[:5], inputs[:5]), *inputs[5:]), 0
+        return applied(_Derivative, *batched(info.batch_size, in_dims[:5], inputs[:5]), *inputs[5:]), 0
 
 
-class _EigenSecondDerivative(torch.autograd.Function):
-    """The derivative of ``<H, _EigenDerivative(A, G)>`` with respect to ``A``."""
+def _save(ctx: Context, *tensors: Tensor | None) -> None:
+    """Keep tensors for the derivatives of either mode."""
+    ctx.device = tensors[0].device if tensors[0] is not None else None
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _check_exact(gradient: str) -> None:
+    if gradient != "exact":
+        raise GradientError(f"the gradient rule {gradient!r} can't be differentiated again; use gradient='exact'.")
+
+
+def _total(parts: list[Tensor]) -> Tensor | None:
+    return functools.reduce(torch.add, parts) if parts else None
+
+
+@with_forward_mode
+class _SecondDerivative(torch.autograd.Function):
+    """``(A, G, H) -> D2(A)[G, H]``, in the dtype of ``U``: the derivative of ``<H, D1(A)[G]>`` by ``A``."""
 
     @staticmethod
     def forward(
@@ -181,22 +256,109 @@ class _EigenSecondDerivative(torch.autograd.Function):
         eigenvalues: Tensor,
         U: Tensor,
         floor: Tensor | None,
-        power: float,
+        function: Chosen,
         eps: float,
         rtol: float | None,
     ) -> Tensor:
-        parts = split(eigenvalues, eps, rtol, floor)
-        in_eigenbasis = (U.mT @ symmetric(part.to(U)) @ U for part in (G, H))
-        return narrow(U @ second_derivative(parts, power, *in_eigenbasis) @ U.mT, A)
+        parts = _parts(eigenvalues, floor, eps, rtol, function)
+        in_eigenbasis = (U.mH @ symmetric(part.to(U)) @ U for part in (G, H))
+        return U @ second_derivative(parts, function, *in_eigenbasis) @ U.mH
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
+        *tensors, ctx.function, ctx.eps, ctx.rtol = inputs
+        _save(ctx, *tensors)
 
     @staticmethod
-    def backward(ctx: Context, *grads: Tensor) -> Any:
-        raise GradientError("the roots by eigenvalues are differentiable twice, not three times; newton_schulz is.")
+    def backward(ctx: Context, K: Tensor | None) -> tuple[Any, ...]:
+        A, G, H, *rest = ctx.saved_tensors
+        options = (*rest, ctx.function, ctx.eps, ctx.rtol)
+        to_A = to_G = to_H = None
+        if K is not None:
+            with autocast_off(A.device):
+                if ctx.needs_input_grad[0]:
+                    to_A = narrow(_third_derivative(A, G, H, K, *options), A)
+                if ctx.needs_input_grad[1]:
+                    to_G = narrow(applied(_SecondDerivative, A, K, H, *options), G)
+                if ctx.needs_input_grad[2]:
+                    to_H = narrow(applied(_SecondDerivative, A, G, K, *options), H)
+        return to_A, to_G, to_H, None, None, None, None, None, None
+
+    @staticmethod
+    def tangent(ctx: Context, saved: Saved, *directions: Tensor | None) -> Tensor | None:
+        A, G, H, *rest = saved
+        along_A, along_G, along_H = directions[:3]
+        options: tuple[Any, ...] = (*rest, ctx.function, ctx.eps, ctx.rtol)
+        with autocast_off(ctx.device):
+            parts = []
+            if along_A is not None:
+                assert A is not None
+                assert G is not None
+                assert H is not None
+                parts.append(_third_derivative(A, G, H, along_A, *options))
+            if along_G is not None:
+                parts.append(applied(_SecondDerivative, A, along_G, H, *options))
+            if along_H is not None:
+                parts.append(applied(_SecondDerivative, A, G, along_H, *options))
+            return _total(parts)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return _EigenSecondDerivative.apply(*batched(info.batch_size, in_dims[:6], inputs[:6]), *inputs[6:]), 0
+        return applied(_SecondDerivative, *batched(info.batch_size, in_dims[:6], inputs[:6]), *inputs[6:]), 0
+
+
+def _third_derivative(
+    A: Tensor,
+    G: Tensor,
+    H: Tensor,
+    K: Tensor,
+    eigenvalues: Tensor,
+    U: Tensor,
+    floor: Tensor | None,
+    function: Chosen,
+    eps: float,
+    rtol: float | None,
+) -> Tensor:
+    """Return ``D3(A)[G, H, K]`` of a root, in terms of its first two derivatives and so differentiable to every order.
+
+    From ``Q Q = A`` follow, with ``L = D1`` of the root and ``X, Y, Z = L[G], L[H], L[K]``,
+
+        D2[G, H] = -L[X Y + Y X],    D3[G, H, K] = -D2[G, Y Z + Z Y] - D2[H, X Z + Z X] - D2[K, X Y + Y X]
+
+    and from ``S Q = I`` those of the inverse root ``S``, by differentiating ``D1[G] = -S X S`` twice. Other functions
+    have no such relation: their third derivative would need all ``n^4`` third divided differences. Nor does it hold for
+    dropped eigenvalues, which the function does not take the root of.
+    """
+    entry, _ = spectral_function(function)
+    if not entry.is_root or split(eigenvalues, eps, rtol, floor).kept is not None:
+        raise GradientError(
+            "a spectral function by eigenvalues is differentiable twice, and the roots more often where no eigenvalue "
+            "is dropped; pass eps > 0 to a root, or use solver='newton_schulz'."
+        )
+    G, H, K = (symmetric(each.to(U)) for each in (G, H, K))
+
+    def first(direction: Tensor) -> Tensor:
+        found: Tensor = applied(_Derivative, A, direction, eigenvalues, U, floor, SQRT, "exact", eps, rtol)
+        return found
+
+    def second(one: Tensor, other: Tensor) -> Tensor:
+        found: Tensor = applied(_SecondDerivative, A, one, other, eigenvalues, U, floor, SQRT, eps, rtol)
+        return found
+
+    X, Y, Z = first(G), first(H), first(K)
+    root = -second(G, _twice(Y, Z)) - second(H, _twice(X, Z)) - second(K, _twice(X, Y))
+    if function == SQRT:
+        return root
+    (S, *_) = applied(_Spectral, widen(A), floor, (INV_SQRT,), "eigh", "exact", eps, rtol)
+    XY, XZ, YZ = second(G, H), second(G, K), second(H, K)
+    # d(S) = -S Z S in each factor of D2[G, H] = S (Y S X + X S Y - XY) S.
+    inner = _twice(YZ, X, S) + _twice(XZ, Y, S) + _twice(XY, Z, S) - root
+    triple = sum((P @ S @ (_twice(Q, R, S)) for P, Q, R in ((X, Y, Z), (Y, X, Z), (Z, X, Y))), torch.zeros_like(X))
+    inverse: Tensor = S @ (inner - triple) @ S
+    return inverse
+
+
+def _twice(P: Tensor, Q: Tensor, S: Tensor | None = None) -> Tensor:
+    """Return ``P Q + Q P``, or with ``S`` between them ``P S Q + Q S P``."""
+    product = P @ Q if S is None else P @ S @ Q
+    return product + product.mH

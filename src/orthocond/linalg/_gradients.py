@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from orthocond._core.registry import Entry, frozen
-from orthocond.linalg._differences import Split, first_differences, root_values, shifted
+from orthocond.linalg._differences import Split, first_differences, shifted, values
+from orthocond.linalg._functions import Chosen
 
 __all__ = ["GRADIENTS", "GradientRule", "differences"]
 
@@ -31,15 +32,17 @@ class GradientRule(Entry):
     """From eigenvalues ``(..., n)``, and the options, to ``K``; None for the exact rule."""
 
 
-def differences(rule: GradientRule, options: dict[str, int | float], parts: Split, power: float, eps: float) -> Tensor:
-    """Return the matrix ``F`` ``(..., n, n)`` of the rule for the root or the inverse root."""
+def differences(
+    rule: GradientRule, options: dict[str, int | float], parts: Split, function: Chosen, eps: float
+) -> Tensor:
+    """Return the matrix ``F`` ``(..., n, n)`` of the rule for a function of the eigenvalues."""
+    exact = first_differences(parts, function)
     if rule.kernel is None:
-        return first_differences(parts, power)
-    f = root_values(parts, power)
+        return exact
+    f = values(parts, function)
     K = rule.kernel(shifted(parts.eigenvalues, eps), **options)
     F = K * f.unsqueeze(-1) + K.mT * f.unsqueeze(-2)
-    slope = power * f / parts.roots.square()
-    F = F + torch.diag_embed(slope - F.diagonal(dim1=-2, dim2=-1))
+    F = F + torch.diag_embed((exact - F).diagonal(dim1=-2, dim2=-1))
     if parts.kept is not None:
         F = torch.where(parts.kept.unsqueeze(-1) | parts.kept.unsqueeze(-2), F, 0.0)
     return F

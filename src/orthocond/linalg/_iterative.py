@@ -7,6 +7,7 @@ steps allows. The gradient does not unroll the steps: with ``Q = A^(1/2)``, ``dQ
 Reference: Song, Sebe, Wang, Fast differentiable matrix square root and inverse square root, TPAMI 2022.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,23 +15,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthocond._core.precision import autocast_off, lift, narrow, widen
+from orthocond._core.applying import applied, with_forward_mode
+from orthocond._core.precision import autocast_off, finite, lift, narrow, widen
 from orthocond.linalg._decompose import check_finite, count_failure, decompose
 from orthocond.linalg._differences import split
-from orthocond.linalg._eigen import Context, batched, root_of, symmetric
+from orthocond.linalg._eigen import Context, batched, function_of, symmetric
+from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen
+from orthocond.linalg._solver import Solver
 
-__all__ = ["PAIRS", "iterative_roots"]
+__all__ = ["ITERATIVE_SOLVERS"]
 
 Pair = Callable[..., tuple[Tensor, Tensor]]
 
 
 def iterative_roots(
-    A: Tensor, solver: str, *, eps: float, iterations: float, degree: float = 0
-) -> tuple[Tensor, Tensor]:
-    """Return ``(A + eps I)^(1/2)`` and ``(A + eps I)^(-1/2)`` by one of `PAIRS`; a zero matrix has zero roots."""
+    A: Tensor,
+    functions: tuple[Chosen, ...],
+    *,
+    solver: str,
+    gradient: str,
+    eps: float,
+    rtol: float | None,
+    floor: Tensor | None,
+    iterations: float,
+    degree: float = 0,
+) -> tuple[tuple[Tensor, ...], None]:
+    """Return ``(A + eps I)^(1/2)`` or ``(A + eps I)^(-1/2)`` by one of `PAIRS`; a zero matrix has zero roots.
+
+    A matrix below its ``floor`` counts as zero. ``gradient`` and ``rtol`` are for solvers by eigenvalues.
+    """
+    is_signal = None if floor is None else _is_above(A, floor, eps)
+    if is_signal is not None:
+        A = torch.where(is_signal, A, torch.eye(A.shape[-1], dtype=A.dtype, device=A.device))
     with autocast_off(A.device):
-        Q, S = _IterativeRoots.apply(lift(A), solver, int(iterations), int(degree), eps)
-        return narrow(Q, A), narrow(S, A)
+        Q, S = applied(_IterativeRoots, lift(A), solver, int(iterations), int(degree), eps)
+        results = [narrow(Q if function == SQRT else S, A) for function in functions]
+    return tuple(result if is_signal is None else result * is_signal for result in results), None
+
+
+def _is_above(A: Tensor, floor: Tensor, eps: float) -> Tensor:
+    """Return ``(..., 1, 1)`` whether matrices exceed their noise, or ``eps`` does."""
+    norm: Tensor = torch.linalg.matrix_norm(A.detach().to(floor))
+    return ((norm > floor) | (floor <= eps)).unsqueeze(-1).unsqueeze(-1)
 
 
 def newton_schulz_pair(B: Tensor, iterations: int, degree: int) -> tuple[Tensor, Tensor]:
@@ -74,6 +100,31 @@ PAIRS: Mapping[str, Pair] = {"newton_schulz": newton_schulz_pair, "pade": pade_p
 """By name of the solver: from matrices of norm at most 1 to both roots."""
 
 
+ITERATIVE_SOLVERS = (
+    Solver(
+        "newton_schulz",
+        "Coupled Newton-Schulz iteration in the input's precision. Converges while the norm over the smallest "
+        "eigenvalue is below about 2.25^iterations / 30; more iterations amplify the rounding noise of a singular "
+        "float32 matrix (2.25^15 * 6e-8 = 0.01).",
+        "Higham, Functions of Matrices, 2008, eq. 6.35; Li et al., CVPR 2018; the paper's baseline",
+        {"iterations": 15},
+        has_eigenvalues=False,
+        solve=functools.partial(iterative_roots, solver="newton_schulz"),
+    ),
+    Solver(
+        "pade",
+        "Diagonal Pade approximant of sqrt(1 - z). For x = eigenvalue/norm the relative error of the root is "
+        "2t/(1 - t), t = ((1 - sqrt x)/(1 + sqrt x))^(2 degree + 1): with degree 5 it is 2e-3 at x = 0.1, but 8 at "
+        "x = 1e-4. The iterations are those of the gradient.",
+        "Song, Sebe, Wang, Fast differentiable matrix square root, ICLR 2022",
+        {"degree": 5, "iterations": 15},
+        has_eigenvalues=False,
+        solve=functools.partial(iterative_roots, solver="pade"),
+    ),
+)
+
+
+@with_forward_mode
 class _IterativeRoots(torch.autograd.Function):
     """``A -> B^(1/2), B^(-1/2)`` with ``B = (A + A^T)/2 + eps I``, scaled to norm 1 inside."""
 
@@ -89,6 +140,7 @@ class _IterativeRoots(torch.autograd.Function):
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.iterations = inputs[2]
         ctx.save_for_backward(*output)
+        ctx.save_for_forward(*output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -102,17 +154,21 @@ class _IterativeRoots(torch.autograd.Function):
                 G = G + symmetric(GQ)
             if GS is not None:
                 G = G - S @ symmetric(GS) @ S
-            X = _Lyapunov.apply(Q, G, ctx.iterations)
-            # I - Q S is zero where the roots are inverses, and the null space of a matrix that has none: no gradient.
-            null = _identity_like(Q) - Q @ S
-            largest = torch.finfo(Q.dtype).max
-            return (X - null @ X @ null.mT).clamp(-largest, largest), None, None, None, None
+            return _on_support(Q, S, applied(_Lyapunov, Q, G, ctx.iterations)), None, None, None, None
+
+    @staticmethod
+    def tangent(ctx: Context, saved: tuple[Tensor, Tensor], direction: Tensor, *_: None) -> tuple[Tensor, Tensor]:
+        Q, S = saved
+        with autocast_off(Q.device):
+            along_Q = _on_support(Q, S, applied(_Lyapunov, Q, symmetric(direction), ctx.iterations))
+            return along_Q, -S @ along_Q @ S
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        return _IterativeRoots.apply(*batched(info.batch_size, in_dims[:1], inputs[:1]), *inputs[1:]), (0, 0)
+        return applied(_IterativeRoots, *batched(info.batch_size, in_dims[:1], inputs[:1]), *inputs[1:]), (0, 0)
 
 
+@with_forward_mode
 class _Lyapunov(torch.autograd.Function):
     """``(Q, G) -> X`` with ``Q X + X Q = G``, by the Newton-Schulz iteration for the sign of a block matrix."""
 
@@ -125,24 +181,39 @@ class _Lyapunov(torch.autograd.Function):
             squared = B @ B
             C = 0.5 * (B @ C @ B - squared @ C - C @ squared) + 1.5 * C
             B = 1.5 * B - 0.5 * (squared @ B)
-        largest = torch.finfo(Q.dtype).max
-        return (C / 2 * (size / norm).clamp(max=largest)).clamp(-largest, largest)
+        return finite(C / 2 * finite(size / norm))
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
         Q, _, ctx.iterations = inputs
         ctx.save_for_backward(Q, output)
+        ctx.save_for_forward(Q, output)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Context, H: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Context, H: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        if H is None:
+            return None, None, None
         Q, X = ctx.saved_tensors
         with autocast_off(Q.device):
-            Y = _Lyapunov.apply(Q, H, ctx.iterations)
-            return -(Y @ X.mT + X.mT @ Y), Y, None
+            Y = applied(_Lyapunov, Q, H, ctx.iterations)
+            return -(Y @ X.mH + X.mH @ Y), Y, None
+
+    @staticmethod
+    def tangent(
+        ctx: Context, saved: tuple[Tensor, Tensor], along_Q: Tensor | None, along_G: Tensor | None, _: None
+    ) -> Tensor:
+        Q, X = saved
+        with autocast_off(Q.device):
+            right = torch.zeros_like(X) if along_G is None else along_G
+            if along_Q is not None:
+                right = right - along_Q @ X - X @ along_Q
+            found: Tensor = applied(_Lyapunov, Q, right, ctx.iterations)
+            return found
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return _Lyapunov.apply(*batched(info.batch_size, in_dims[:2], inputs[:2]), *inputs[2:]), 0
+        return applied(_Lyapunov, *batched(info.batch_size, in_dims[:2], inputs[:2]), *inputs[2:]), 0
 
 
 def _iterate(B: Tensor, solver: str, iterations: int, degree: int) -> tuple[Tensor, Tensor]:
@@ -181,10 +252,19 @@ def _rescued(B: Tensor, Q: Tensor, S: Tensor, diverged: Tensor, solver: str) -> 
     count_failure(solver, int(diverged.sum()))
     chosen = diverged.unsqueeze(-1).unsqueeze(-1)
     Q, S = (
-        torch.where(chosen, narrow(root_of(U, parts, power), B), root)
-        for power, root in zip((0.5, -0.5), (Q, S), strict=True)
+        torch.where(chosen, narrow(function_of(U, parts, function), B), root)
+        for function, root in zip((SQRT, INV_SQRT), (Q, S), strict=True)
     )
     return Q, S
+
+
+def _on_support(Q: Tensor, S: Tensor, X: Tensor) -> Tensor:
+    """Return ``X`` without what lies in the null space of ``Q``, and finite.
+
+    ``I - Q S`` is zero where the roots are inverses, and the projector on the null space of a matrix that has none.
+    """
+    null = _identity_like(Q) - Q @ S
+    return finite(X - null @ X @ null.mH)
 
 
 def _identity_like(B: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from orthocond._core.precision import at_least_float32, autocast_off, lift, narr
 from orthocond._core.registry import Entry, frozen, resolve
 from orthocond.errors import ArgumentError, check_matrix, check_nonnegative
 from orthocond.linalg._decompose import check_finite, decompose, svd
-from orthocond.linalg._eigen import Context, eigen_root_vjp
+from orthocond.linalg._eigen import Context, eigen_vjp
+from orthocond.linalg._functions import INV_SQRT
 
 __all__ = ["POLAR_SOLVERS", "PolarSolver", "nearest_orthogonal"]
 
@@ -117,7 +118,7 @@ class _Polar(torch.autograd.Function):
         with autocast_off(A.device):
             wide, G = widen(A), widen(G)
             rtol = max(ctx.rtol**2, A.shape[-2] * torch.finfo(wide.dtype).eps)
-            S, to_gram = eigen_root_vjp(wide @ wide.mT, -0.5, G @ wide.mT, rtol=rtol)
+            S, to_gram = eigen_vjp(wide @ wide.mT, INV_SQRT, G @ wide.mT, rtol=rtol)
             return narrow(S @ G + 2 * to_gram @ wide, A), None, None, None
 
     @staticmethod

@@ -1,67 +1,28 @@
 """The square root and the inverse square root of a covariance, and the solvers to choose from."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from orthocond._core.overriding import overridable
 from orthocond._core.precision import at_least_float32
-from orthocond._core.registry import Entry, frozen, resolve
+from orthocond._core.registry import frozen, resolve
 from orthocond.errors import ArgumentError, check_nonnegative, check_square
-from orthocond.linalg._eigen import eigen_roots
+from orthocond.linalg._eigen import EIGEN_SOLVERS
+from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen, SpectralFunction, chosen_function, spectral_function
 from orthocond.linalg._gradients import GRADIENTS
-from orthocond.linalg._iterative import PAIRS, iterative_roots
+from orthocond.linalg._iterative import ITERATIVE_SOLVERS
 
 __all__ = [
     "SOLVERS",
-    "Solver",
     "default_rtol",
     "matrix_inv_sqrth",
     "matrix_sqrth",
     "matrix_sqrth_pair",
-    "roots",
+    "spectral",
 ]
 
 
-@dataclass(frozen=True)
-class Solver(Entry):
-    """A way to the roots of a symmetric positive semi-definite matrix."""
-
-    @property
-    def has_eigenvalues(self) -> bool:
-        """Whether the solver knows the eigenvalues, and so the rank and the gradient rules."""
-        return self.name not in PAIRS
-
-
-SOLVERS = frozen(
-    Solver(
-        "eigh",
-        "Symmetric eigendecomposition, in float64 inside where the device has it: the most accurate and the default.",
-        "LAPACK syevd; gradient by Daleckii and Krein",
-    ),
-    Solver(
-        "svd",
-        "Singular value decomposition, in float64 inside where the device has it: as accurate as eigh, twice its time.",
-        "LAPACK gesdd; the paper's solver",
-    ),
-    Solver(
-        "newton_schulz",
-        "Coupled Newton-Schulz iteration in the input's precision. Converges while the norm over the smallest "
-        "eigenvalue is below about 2.25^iterations / 30; more iterations amplify the rounding noise of a singular "
-        "float32 matrix (2.25^15 * 6e-8 = 0.01).",
-        "Higham, Functions of Matrices, 2008, eq. 6.35; Li et al., CVPR 2018; the paper's baseline",
-        {"iterations": 15},
-    ),
-    Solver(
-        "pade",
-        "Diagonal Pade approximant of sqrt(1 - z). For x = eigenvalue/norm the relative error of the root is "
-        "2t/(1 - t), t = ((1 - sqrt x)/(1 + sqrt x))^(2 degree + 1): with degree 5 it is 2e-3 at x = 0.1, but 8 at "
-        "x = 1e-4. The iterations are those of the gradient.",
-        "Song, Sebe, Wang, Fast differentiable matrix square root, ICLR 2022",
-        {"degree": 5, "iterations": 15},
-    ),
-)
+SOLVERS = frozen(*EIGEN_SOLVERS, *ITERATIVE_SOLVERS)
 """The solvers by name. Write one as ``solver="eigh"`` or ``solver="newton_schulz(iterations=20)"``.
 
 Example:
@@ -111,7 +72,7 @@ def matrix_sqrth(
         tensor([[2., 1.],
                 [1., 2.]])
     """
-    return roots("matrix_sqrth", A, (0.5,), solver=solver, gradient=gradient, eps=eps, rtol=rtol)[0][0]
+    return spectral("matrix_sqrth", A, (SQRT,), solver=solver, gradient=gradient, eps=eps, rtol=rtol)[0][0]
 
 
 def matrix_inv_sqrth(
@@ -136,7 +97,7 @@ def matrix_inv_sqrth(
         tensor([[0.5000, 0.0000],
                 [0.0000, 0.0000]])
     """
-    return roots("matrix_inv_sqrth", A, (-0.5,), solver=solver, gradient=gradient, eps=eps, rtol=rtol)[0][0]
+    return spectral("matrix_inv_sqrth", A, (INV_SQRT,), solver=solver, gradient=gradient, eps=eps, rtol=rtol)[0][0]
 
 
 def matrix_sqrth_pair(
@@ -154,25 +115,25 @@ def matrix_sqrth_pair(
         >>> torch.allclose(Q @ S, torch.eye(2), atol=1e-6)
         True
     """
-    (Q, S), _ = roots("matrix_sqrth_pair", A, (0.5, -0.5), solver=solver, gradient=gradient, eps=eps, rtol=rtol)
+    (Q, S), _ = spectral("matrix_sqrth_pair", A, (SQRT, INV_SQRT), solver=solver, gradient=gradient, eps=eps, rtol=rtol)
     return Q, S
 
 
 @overridable
-def roots(
+def spectral(
     caller: str,
     A: Tensor,
-    powers: tuple[float, ...],
+    functions: tuple[Chosen | str, ...],
     *,
-    solver: str,
-    gradient: str,
-    eps: float,
-    rtol: float | None,
+    solver: str = "eigh",
+    gradient: str = "exact",
+    eps: float = 0.0,
+    rtol: float | None = None,
     floor: Tensor | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Return ``(A + eps I)^p`` for each of ``powers`` (0.5, -0.5), and the eigenvalues where the solver has them.
+    """Return ``f(A + eps I)`` for each of ``functions``, and the eigenvalues where the solver has them.
 
-    This is what the functions above and the layers share; the eigenvalues are detached, in the compute dtype and
+    This is what the public functions and the layers share; the eigenvalues are detached, in the compute dtype and
     ascending. ``floor`` ``(...)`` is the size of the rounding noise of each matrix, where that is known: eigenvalues at
     or below it are dropped, unless ``eps`` is as large. A solver without eigenvalues drops matrices that are nothing
     but noise.
@@ -183,32 +144,40 @@ def roots(
         check_nonnegative(rtol, "rtol", caller)
     entry, options = resolve(SOLVERS, solver, "solver", caller)
     resolve(GRADIENTS, gradient, "gradient", caller)
+    chosen = tuple(
+        chosen_function(function, "function", caller) if isinstance(function, str) else function
+        for function in functions
+    )
+    function, _ = spectral_function(chosen[0])
+    if function.whole_line and gradient != "exact":
+        raise ArgumentError(
+            f"{caller} got gradient={gradient!r}, a rule for eigenvalues that are not negative; leave gradient='exact'."
+        )
     if entry.has_eigenvalues:
-        rtol = default_rtol(A, rtol) if eps == 0 else rtol or None
-        return eigen_roots(A, powers, method=entry.name, gradient=gradient, eps=eps, rtol=rtol, floor=floor)
+        keeps_all = function.whole_line or eps > 0
+        rtol = (rtol or None) if keeps_all else default_rtol(A, rtol)
+    else:
+        _check_without_eigenvalues(caller, entry.name, function, gradient, rtol)
+    return entry.solve(A, chosen, gradient=gradient, eps=eps, rtol=rtol, floor=floor, **options)
+
+
+def _check_without_eigenvalues(
+    caller: str, solver: str, function: SpectralFunction, gradient: str, rtol: float | None
+) -> None:
+    if not function.is_root:
+        raise ArgumentError(
+            f"{caller} got solver={solver!r}, which computes the square root and its inverse alone; use solver='eigh'."
+        )
     if rtol:
         raise ArgumentError(
-            f"{caller} got rtol={rtol} with solver={entry.name!r}, which has no eigenvalues to drop; "
+            f"{caller} got rtol={rtol} with solver={solver!r}, which has no eigenvalues to drop; "
             "use solver='eigh', or rtol=None with eps > 0."
         )
     if gradient != "exact":
         raise ArgumentError(
-            f"{caller} got gradient={gradient!r} with solver={entry.name!r}, which has a gradient of its own; "
+            f"{caller} got gradient={gradient!r} with solver={solver!r}, which has a gradient of its own; "
             "leave gradient='exact', or use solver='eigh'."
         )
-    is_signal = None if floor is None else _is_above(A, floor, eps)
-    if is_signal is not None:
-        A = torch.where(is_signal, A, torch.eye(A.shape[-1], dtype=A.dtype, device=A.device))
-    Q, S = iterative_roots(A, entry.name, eps=eps, **options)
-    if is_signal is not None:
-        Q, S = Q * is_signal, S * is_signal
-    return tuple(Q if power > 0 else S for power in powers), None
-
-
-def _is_above(A: Tensor, floor: Tensor, eps: float) -> Tensor:
-    """Return ``(..., 1, 1)`` whether matrices exceed their noise, or ``eps`` does."""
-    norm: Tensor = torch.linalg.matrix_norm(A.detach().to(floor))
-    return ((norm > floor) | (floor <= eps)).unsqueeze(-1).unsqueeze(-1)
 
 
 def default_rtol(A: Tensor, rtol: float | None) -> float:

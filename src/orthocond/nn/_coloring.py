@@ -64,9 +64,9 @@ class WhiteningColoring2d(MetaLayer):
             )
         x, z = lift(content.flatten(2)), lift(style.flatten(2))
         P = covariance(x)
-        (whitening,), eigenvalues = self._root(P, (-0.5,))
+        (whitening,), eigenvalues = self._root(P, ("inv_sqrt",))
         self._keep_spectrum(P, eigenvalues)
-        (coloring,), _ = self._root(covariance(z), (0.5,))
+        (coloring,), _ = self._root(covariance(z), ("sqrt",))
         with autocast_off(x.device):
             y = (coloring @ whitening) @ (x - x.mean(-1, keepdim=True)) + z.mean(-1, keepdim=True)
         return changeable(narrow(y, content).reshape(content.shape))

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from orthocond.errors import NonFiniteError
 from orthocond.linalg import spectrum
-from orthocond.linalg._roots import roots
+from orthocond.linalg._roots import spectral
 
 __all__ = ["MetaLayer"]
 
@@ -45,17 +45,19 @@ class MetaLayer(nn.Module):
                   if value not in ("eigh", "exact")]  # fmt: skip
         return ", ".join(shown)
 
-    def _root(self, P: Tensor, powers: tuple[float, ...]) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """Return the roots of covariances, and the eigenvalues where the solver has them."""
+    def _root(self, P: Tensor, functions: tuple[str, ...]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Return functions of covariances, by name, and the eigenvalues where the solver has them."""
         name = type(self).__name__
         try:
-            return roots(name, P, powers, solver=self.solver, gradient=self.gradient, eps=self.eps, rtol=self.rtol)
+            return spectral(
+                name, P, functions, solver=self.solver, gradient=self.gradient, eps=self.eps, rtol=self.rtol
+            )
         except NonFiniteError as error:
             raise NonFiniteError(f"{name}({self.extra_repr()}): {error}") from None
 
     def _check_options(self) -> None:
         """Raise for a wrong combination of options now, not in training."""
-        self._root(torch.eye(1, dtype=torch.float64), (0.5,))
+        self._root(torch.eye(1, dtype=torch.float64), ("sqrt",))
 
     def _keep_spectrum(self, covariance: Tensor, eigenvalues: Tensor | None) -> None:
         """Keep the eigenvalues, given in ascending order, or for want of them the covariance."""

@@ -186,7 +186,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
         return weight, bias
 
     def _inverse_root(self, P: Tensor) -> tuple[Tensor, Tensor | None]:
-        (S,), eigenvalues = self._root(P, (-0.5,))
+        (S,), eigenvalues = self._root(P, ("inv_sqrt",))
         return S, eigenvalues
 
     def last_batch(self) -> LastBatch | None:

@@ -63,7 +63,7 @@ class CovariancePool2d(MetaLayer):
         if x.ndim != 4:
             raise ArgumentError(f"CovariancePool2d expected input (B, C, H, W), got {tuple(x.shape)}; pass features.")
         P = covariance(lift(x.flatten(2)))  # a half type would overflow where its features don't
-        (Q,), eigenvalues = self._root(P, (0.5,))
+        (Q,), eigenvalues = self._root(P, ("sqrt",))
         self._keep_spectrum(P, eigenvalues)
         Q = narrow(Q, x)
         if not self.vectorize:

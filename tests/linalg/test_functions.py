@@ -1,0 +1,276 @@
+"""The contract of every spectral function, found through the registry; values and gradients against 50 digits."""
+
+import math
+
+import mpmath
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from orthocond.errors import ArgumentError, GradientError
+from orthocond.linalg import (
+    FUNCTIONS,
+    GRADIENTS,
+    SOLVERS,
+    matrix_exph,
+    matrix_functionh,
+    matrix_inv_sqrth,
+    matrix_logh,
+    matrix_powerh,
+    matrix_sqrth,
+)
+from orthocond.linalg._roots import spectral
+
+from cases import matrices, noise, rotation
+from oracle import SCALARS, exact_function, relative_error
+
+# By forward mode itself, the first time.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+
+EIGEN = [name for name, solver in SOLVERS.items() if solver.has_eigenvalues]
+CHOICES = [name for name, entry in FUNCTIONS.items() if not entry.options]
+CHOICES += [f"power(exponent={p})" for p in (-2, -0.25, 0.3, 1, 2.5)]
+POINTS = {
+    "random": matrices("spread 1e2", 3, (), torch.float64),
+    "ties": matrices("repeated", 4, (), torch.float64),
+    "near ties": matrices("clustered", 3, (), torch.float64),
+    "identity": torch.eye(2, dtype=torch.float64).expand(2, 2, 2),
+}
+
+
+def by_name(choice, **options):
+    """The function of a name, as layers call it."""
+    return lambda A: spectral("test", A, (choice,), **options)[0][0]
+
+
+def tanh(A, **options):
+    return matrix_functionh(A, torch.tanh, lambda x: 1 - torch.tanh(x) ** 2, **options)
+
+
+def scalar_of(choice):
+    name, _, rest = choice.partition("(exponent=")
+    if not rest:
+        return SCALARS[name]
+    exponent = mpmath.mpf(float(rest[:-1]))
+    return lambda x: SCALARS[name](x, exponent)
+
+
+def symmetrised(function):
+    return lambda X: function((X + X.mH) / 2)
+
+
+def gradient_of(function, A, G):
+    A = A.clone().requires_grad_()
+    return torch.autograd.grad(function(A), A, G)[0]
+
+
+def with_gap(n, gap, cond, dtype=torch.float64):
+    """A matrix with a pair of eigenvalues ``gap`` apart, relatively, and a condition number."""
+    l = torch.logspace(0, -math.log10(cond), n, dtype=torch.float64)
+    l[1] = l[0] * (1 - gap)
+    U = rotation(n, seed=n)
+    A = ((U * l) @ U.mT).to(dtype)
+    return (A + A.mT) / 2
+
+
+def unavoidable(A, G, scalar, truth):
+    """The error that rounding the entries of A would cause: no method that sees rounded numbers can do better."""
+    E = noise(*A.shape, dtype=torch.float64, seed=5)
+    E = (E + E.mT) / 2 * torch.finfo(torch.float64).eps * torch.linalg.matrix_norm(A.double(), 2)
+    moved = exact_function(A.double() + E, G, scalar)
+    return [relative_error(there, here) for there, here in zip(moved, truth, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("n", "gap", "cond"),
+    [
+        (2, 0, 1),
+        (2, 1e-1, 10),
+        (3, 1e-4, 1e3),
+        (3, 1e-9, 1e6),
+        (5, 1e-13, 1e4),
+        (4, 1e-16, 1e6),
+        (8, 0, 1e6),
+        (3, 1e-7, 1e12),
+    ],
+)
+@pytest.mark.parametrize("choice", [*CHOICES, "tanh"])
+def test_value_and_gradient_have_the_digits_that_the_input_allows(choice, n, gap, cond, dtype):
+    cond = min(cond, 1e6) if dtype == torch.float32 else cond  # beyond, it would not be positive definite when rounded
+    A, G = with_gap(n, gap, cond, dtype), noise(n, n, dtype=dtype)
+    G = (G + G.mT) / 2
+    function = tanh if choice == "tanh" else by_name(choice, rtol=0.0)
+    found = function(A), gradient_of(function, A, G)
+    truth = exact_function(A, G, scalar_of(choice))
+    wanted = (2e-6, 1e-5) if dtype == torch.float32 else (1e-12, 1e-10)
+    limits = unavoidable(A, G, scalar_of(choice), truth)
+    for each, exact, tolerance, limit in zip(found, truth, wanted, limits, strict=True):
+        assert relative_error(each, exact) < max(tolerance, 100 * limit)
+
+
+@pytest.mark.parametrize("choice", [*CHOICES, "tanh"])
+def test_float64_oracle_of_a_large_matrix(choice):
+    A, G = matrices("spread 1e2", 128, (), torch.float64), noise(128, 128, dtype=torch.float64)
+    function = tanh if choice == "tanh" else by_name(choice)
+    h = 1e-6 * (G + G.mT) / 2 / torch.linalg.matrix_norm(G)
+    slope = (function(A + h) - function(A - h)) / 2  # the derivative of f along h, up to h^3
+    K = noise(128, 128, dtype=torch.float64, seed=3)
+    assert float((gradient_of(function, A, K) * h).sum()) == pytest.approx(float((slope * K).sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("choice", [*CHOICES, "tanh"])
+@pytest.mark.parametrize("point", POINTS)
+def test_derivatives_of_both_orders_and_modes(point, choice):
+    function = symmetrised(tanh if choice == "tanh" else by_name(choice))
+    A = POINTS[point].clone().requires_grad_()
+    assert gradcheck(function, A, check_forward_ad=True, check_batched_forward_grad=True, check_batched_grad=True)
+    assert gradgradcheck(function, A, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("choice", [choice for choice in CHOICES if choice != "exp"])
+def test_derivatives_between_kept_and_dropped(choice):
+    l = torch.tensor([1.0, 1.0, 1e-2, 1e-2], dtype=torch.float64)  # ties on both sides of the cut
+    U = rotation(4)
+    A = ((U * l) @ U.mT).requires_grad_()
+    function = symmetrised(by_name(choice, rtol=0.1))
+    assert gradcheck(function, A, check_forward_ad=True)
+    assert gradgradcheck(function, A, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("choice", [choice for choice in CHOICES if choice != "exp"])
+def test_rank_loss_is_no_loss_of_gradients(choice):
+    X = noise(5, 2, dtype=torch.float64).requires_grad_()
+    function = lambda X: by_name(choice)(X @ X.mT)
+    assert not function(X.detach() * 0).any()
+    assert gradcheck(function, X, check_forward_ad=True)
+    assert gradgradcheck(function, X)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_second_differences_are_exact_at_every_distance(choice):
+    """The second derivative along one direction, at gaps around the switch from quotients to the series."""
+    for gap in (0.0, 1e-12, 1e-6, 1e-3, 0.05, 0.099, 0.101, 0.3, 0.9):
+        A = torch.diag(torch.tensor([1.0, 1.0 - gap, 1.0 - gap / 3], dtype=torch.float64)).requires_grad_()
+        G = noise(3, 3, dtype=torch.float64)
+        G = (G + G.mT) / 2
+        (first,) = torch.autograd.grad((by_name(choice)(A) * G).sum(), A, create_graph=True)
+        (second,) = torch.autograd.grad((first * G).sum(), A)
+        step = mpmath.mpf("1e-20")
+        with mpmath.workdps(60):
+            moved = [
+                exact_quadratic(A.detach(), G, scalar_of(choice), sign * step) for sign in (1, 0, -1)
+            ]  # <G, f(A + s G)>
+            expected = (moved[0] - 2 * moved[1] + moved[2]) / step**2
+        assert float((second * G).sum()) == pytest.approx(float(expected), rel=1e-11, abs=1e-12)
+
+
+def exact_quadratic(A, G, scalar, step):
+    A, G = mpmath.matrix(A.tolist()), mpmath.matrix(G.tolist())
+    l, U = mpmath.eigsy(A + step * G)
+    value = U * mpmath.diag([scalar(x) for x in l]) * U.T
+    return sum(value[i, j] * G[i, j] for i in range(A.rows) for j in range(A.cols))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("solver", EIGEN)
+def test_each_matrix_is_independent_of_its_batch_and_of_the_basis(solver, choice):
+    function = by_name(choice, solver=solver)
+    A, G = matrices("spread 1e2", 6, (5,), torch.float64), noise(5, 6, 6, dtype=torch.float64)
+    A[2] *= 40
+    assert relative_error(function(A), torch.stack([function(each) for each in A])) < 1e-11
+    alone = torch.stack([gradient_of(function, a, g) for a, g in zip(A, G, strict=True)])
+    assert relative_error(gradient_of(function, A, G), alone) < 1e-9
+    R = rotation(6, seed=7)
+    assert relative_error(function(R @ A @ R.mT), R @ function(A) @ R.mT) < 1e-9
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_shapes_dtypes_and_input(choice):
+    function = by_name(choice, eps=1e-2)
+    for shape in [(0, 4, 4), (2, 0, 0), (3, 1, 1)]:
+        A = torch.ones(shape, requires_grad=True)
+        function(A).sum().backward()
+        assert A.grad.shape == shape
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        A = matrices("spread 1e2", 4, (2,), dtype)
+        before = A.clone()
+        assert function(A).dtype == dtype
+        assert torch.equal(A, before)
+
+
+@pytest.mark.parametrize("choice", ["log", "exp", "power(exponent=0.3)", "tanh"])
+def test_vmap_and_compile(choice):
+    function = tanh if choice == "tanh" else by_name(choice)
+    A = matrices("spread 1e2", 4, (3,), torch.float64)
+    assert torch.allclose(torch.vmap(function)(A), function(A))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda A: 2 * function(A + 0), fullgraph=True, backend="aot_eager")
+    assert torch.allclose(gradient_of(compiled, A, A), 2 * gradient_of(function, A, A))
+
+
+@pytest.mark.parametrize("rule", GRADIENTS)
+def test_the_gradient_rules_apply_to_every_function_of_positive_matrices(rule):
+    A, G = matrices("spread 1e12", 4, (), torch.float64), noise(4, 4, dtype=torch.float64)
+    choice = "clip(bound=1e12)" if rule == "clip" else rule
+    for function in (matrix_logh, lambda A, **options: matrix_powerh(A, 0.3, **options)):
+        exact = gradient_of(function, A, G)
+        assert relative_error(gradient_of(lambda A: function(A, gradient=choice), A, G), exact) < 1e-4
+
+
+def test_the_functions_are_what_they_are_called():
+    A = matrices("spread 1e2", 6, (2,), torch.float64)
+    assert torch.allclose(matrix_powerh(A, 3), A @ A @ A)
+    assert torch.allclose(matrix_powerh(A, -1), torch.linalg.inv(A))
+    assert torch.allclose(matrix_powerh(A, 0), torch.eye(6).double().expand_as(A))
+    assert torch.equal(matrix_powerh(A, 0.5), matrix_sqrth(A))
+    assert torch.equal(matrix_powerh(A, -0.5, solver="newton_schulz"), matrix_inv_sqrth(A, solver="newton_schulz"))
+    assert torch.allclose(matrix_exph(-A), torch.linalg.matrix_exp(-A))
+    assert torch.allclose(matrix_exph(matrix_logh(A)), A)
+    assert torch.allclose(matrix_exph(A, eps=1.0), torch.e * matrix_exph(A))
+    sine, cosine = matrix_functionh(A, torch.sin, torch.cos), matrix_functionh(A, torch.cos, lambda x: -torch.sin(x))
+    assert torch.allclose(sine @ sine + cosine @ cosine, torch.eye(6).double().expand_as(A))
+
+
+def test_what_a_float64_can_not_hold_is_a_large_number():
+    A = torch.diag(torch.tensor([1000.0, 900.0, -900.0], dtype=torch.float64)).requires_grad_()
+    value = matrix_exph(A)
+    value.sum().backward()
+    assert value.isfinite().all()
+    assert A.grad.isfinite().all()
+    tiny = (1e-200 * torch.eye(2, dtype=torch.float64)).requires_grad_()
+    matrix_powerh(tiny, -3, rtol=0.0).sum().backward()
+    assert tiny.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda A: matrix_powerh(A, float("nan")), "finite number as exponent"),
+        (lambda A: matrix_powerh(A, torch.tensor(0.3)), "matrix_exph"),
+        (lambda A: matrix_powerh(A, 0.3, solver="newton_schulz"), "use solver='eigh'"),
+        (lambda A: matrix_logh(A, solver="pade"), "use solver='eigh'"),
+        (lambda A: matrix_exph(A, rtol=0.1), "no null space to drop"),
+        (lambda A: matrix_exph(A, gradient="taylor"), "leave gradient='exact'"),
+        (lambda A: matrix_functionh(A, 3, torch.cos), "function to be callable"),
+        (lambda A: matrix_functionh(A, torch.sin, lambda x: x.sum()), "element by element"),
+        (lambda A: matrix_functionh(A - A, torch.log, torch.reciprocal), "finite value at the eigenvalue 0"),
+        (lambda A: by_name("power(exponent=inf)")(A), "takes a number, e.g. exponent=0.5"),
+        (lambda A: by_name("cube")(A), "unknown function 'cube'; choose one of sqrt"),
+    ],
+)
+def test_a_mistake_is_named_with_its_remedy(call, message):
+    with pytest.raises(ArgumentError, match=message):
+        call(torch.eye(3))
+
+
+def test_a_derivative_that_autograd_can_not_differentiate_says_so():
+    A = matrices("spread 1e2", 3, (), torch.float64).requires_grad_()
+    value = matrix_functionh(A, torch.tanh, lambda x: (1 - torch.tanh(x) ** 2).detach())
+    (grad,) = torch.autograd.grad(value.sum(), A, create_graph=True)
+    with pytest.raises(GradientError, match="write `derivative` with torch operations"):
+        grad.sum().backward()
+    straight = matrix_functionh(A, lambda x: 3 * x + 1, lambda x: torch.full_like(x, 3.0))
+    (grad,) = torch.autograd.grad(straight.sum(), A, create_graph=True)
+    assert torch.allclose(grad, torch.full((3, 3), 3.0, dtype=torch.float64))
+    assert not torch.autograd.grad(grad.sum(), A)[0].any()
