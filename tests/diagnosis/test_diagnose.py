@@ -220,7 +220,7 @@ def test_several_calls_and_several_backward_passes():
             Q.sum().backward()
     assert [found.verdict for found in diagnosis.findings] == ["healthy", "ties"]
     text = str(diagnosis)
-    assert text.startswith("2 calls of decompositions in 1 place, 1 with a problem.")
+    assert text.startswith("2 decompositions in 1 place of the code, 1 with a problem.")
     assert "worst of 2 calls" in text
 
 
@@ -296,6 +296,27 @@ def test_approximate_gradients_of_our_own_at_ties():
     (found,) = diagnosis.findings
     assert found.verdict == "ties"
     assert 'gradient="exact"' in found.advice
+
+
+def test_a_null_space_that_eps_keeps():
+    X = noise(8, 5)
+    P = (X @ X.mT).requires_grad_()
+    verdicts = []
+    for options in ({"eps": 1e-7}, {"eps": 1e-2}, {"rtol": 1e-4}, {"eps": 1e-7, "rtol": 1e-4}):
+        with diagnose() as diagnosis:
+            orthocond.linalg.matrix_inv_sqrth(P, **options).sum().backward()
+            orthocond.linalg.matrix_sqrth(P, **options).sum().backward()
+        verdicts.append([found.verdict for found in diagnosis.findings])
+    assert verdicts == [["ill-conditioned", "healthy"]] + [["healthy", "healthy"]] * 3
+
+
+def test_a_pseudo_inverse_that_inverts_noise():
+    A = torch.diag(torch.tensor([1.0, 1e-2, 1e-6])).requires_grad_()
+    with diagnose() as diagnosis:
+        torch.linalg.pinv(A).sum().backward()
+        torch.linalg.pinv(A, rtol=1e-4).sum().backward()
+    assert [found.verdict for found in diagnosis.findings] == ["ill-conditioned", "healthy"]
+    assert "torch.linalg.pinv(A, rtol=1e-4)" in diagnosis.findings[0].advice
 
 
 def test_layers_of_our_own():
@@ -410,7 +431,7 @@ def test_worst_first_and_plain_text():
 def test_nothing_seen():
     with diagnose() as diagnosis:
         torch.ones(3).sum()
-    assert str(diagnosis) == "No call of a decomposition was seen."
+    assert str(diagnosis) == "No decomposition was seen."
 
 
 def test_it_does_not_warn():

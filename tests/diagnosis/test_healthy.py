@@ -171,4 +171,4 @@ def test_no_alarm_on_models_of_hugging_face(name):
     images = noise(4, 3, 32, 32) if name == "ResNet" else torch.arange(24).reshape(2, 12)
     with diagnose(model) as diagnosis:
         model(images).last_hidden_state.square().mean().backward()
-    assert str(diagnosis) == "No call of a decomposition was seen."
+    assert str(diagnosis) == "No decomposition was seen."

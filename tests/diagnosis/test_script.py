@@ -57,7 +57,7 @@ def test_a_healthy_script_runs_to_its_end(script, capsys):
     text = capsys.readouterr().out
     assert "step 19\na module beside it train.py __main__" in text
     assert "20 backward passes of" in text
-    assert "20 calls of decompositions in 1 place, all healthy." in text
+    assert "20 decompositions in 1 place of the code, all healthy." in text
     assert (sys.argv, sys.path) == before
     assert torch._C._len_torch_function_stack() == 0
 
@@ -84,7 +84,7 @@ def test_a_script_that_fails(script, capsys):
     assert run_script(script, ["--fail"]) == 1
     printed = capsys.readouterr()
     assert "ValueError: of the script itself" in printed.err
-    assert "20 calls of decompositions" in printed.out
+    assert "20 decompositions in 1 place" in printed.out
 
 
 def test_a_script_that_exits(tmp_path, capsys):
@@ -93,7 +93,7 @@ def test_a_script_that_exits(tmp_path, capsys):
     assert run_script(path) == 1
     path.write_text("import sys; sys.exit()")
     assert run_script(path) == 0
-    assert "No call of a decomposition was seen." in capsys.readouterr().out
+    assert "No decomposition was seen." in capsys.readouterr().out
 
 
 def test_bad_input(tmp_path, script, capsys):

@@ -50,7 +50,7 @@ def diagnose(model: nn.Module | None = None) -> "Diagnosis":
         >>> diagnosis.findings[0].verdict
         'ties'
         >>> print(diagnosis.findings[0].advice)
-        A function with a gradient of its own needs no such difference. Write
+        Replace the decomposition, and what is built from it, by one function whose gradient needs no difference:
             orthocond.linalg.matrix_inv_sqrth(A)
     """
     return Diagnosis(model)

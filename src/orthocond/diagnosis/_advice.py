@@ -5,8 +5,6 @@ from orthocond.diagnosis._measure import Gradient
 
 __all__ = ["explain"]
 
-_VALUES = {"svd": "singular values", "svdvals": "singular values", "pinv": "singular values"}
-
 
 def explain(call: Call, verdict: str, gradient: Gradient | None, index: int) -> tuple[str, str]:
     """Return the reason of a verdict and the advice, whose indented lines are code to paste."""
@@ -20,6 +18,8 @@ def explain(call: Call, verdict: str, gradient: Gradient | None, index: int) -> 
         )
     if verdict == "healthy":
         return _healthy(call, gradient), ""
+    if _is_indefinite(call, index) and verdict == "singular":
+        return _negative(call, index)
     if call.kind == "cholesky":
         return _cholesky(call, index)
     return {
@@ -41,86 +41,102 @@ def _healthy(call: Call, gradient: Gradient | None) -> str:
 def _non_finite_input(call: Call) -> tuple[str, str]:
     return (
         "The matrix already holds NaN or infinity when it is decomposed. The cause is in front of this call.",
-        "Find the first layer with a non-finite output. If the matrix is a covariance in float16, it overflows above\n"
-        "65504; compute it in float32 outside autocast:\n"
+        "Find the first layer with a non-finite output. If the matrix is a covariance computed in float16, it "
+        "overflows above 65504. Compute it in float32, outside autocast:\n"
         f"    with torch.autocast({call.device.type!r}, enabled=False):\n"
         "        covariance = orthocond.linalg.covariance(features.float())",
     )
 
 
 def _ties(call: Call, gradient: Gradient | None, index: int) -> tuple[str, str]:
-    values = _VALUES.get(call.kind, "eigenvalues")
+    values, vectors = _values(call), _vectors(call)
     if call.kind == "ours":
         return (
             "Two eigenvalues are equal up to rounding, where the chosen gradient rule is not finite.",
             f'Use the exact rule:\n    gradient="exact"  # an option of {call.function}, and its default',
         )
-    came = _came_back(gradient, index)
-    reason = (
-        f"Two {values} are equal up to rounding, and the gradient through {_vectors(call)} divides by their "
-        f"difference.{came} The loss itself is well posed: it doesn't depend on the choice of {_vectors(call)}, so the "
-        "true gradient is finite."
-    )
+    reason = f"Two {values} are equal up to rounding, and the gradient through {vectors} divides by their difference."
     if gradient is None:
-        reason = (
-            f"Two {values} are equal up to rounding, and the gradient through {_vectors(call)} divides by their "
-            "difference. No backward pass was seen."
+        reason += " No backward pass was seen."
+    else:
+        reason += (
+            f"{_came_back(gradient, index)} The loss itself is well posed: it doesn't depend on the choice of "
+            "{vectors}, so its true gradient is finite."
         )
-    return reason, "A function with a gradient of its own needs no such difference. Write\n" + _replacement(
-        call, gradient
+    return reason, (
+        "Replace the decomposition, and what is built from it, by one function whose gradient needs no difference:\n"
+        + _replacement(call, gradient, index)
     )
 
 
 def _singular(call: Call, gradient: Gradient | None, index: int) -> tuple[str, str]:
-    s = call.spread
-    n = s.null.shape[-1] if s is not None else call.shape[-1]
-    if s is not None and call.values is not None and s.negative[index] and s.rank[index] == n:
-        lowest = float(call.values[index].min())
-        return (
-            f"The matrix has a negative eigenvalue ({lowest:.2g}), which is more than rounding: a square root, a "
-            "logarithm or an inverse square root of it is NaN.",
-            "Form the matrix so that it can't have one, in float64 if need be, as X X^T of centred features:\n"
-            "    covariance = orthocond.linalg.covariance(features)",
-        )
-    rank = int(s.rank[index]) if s is not None else 0
-    reason = f"{n - rank} of {n} {_VALUES.get(call.kind, 'eigenvalues')} are zero up to rounding"
-    reason += ", some of them slightly negative" if s is not None and bool(s.negative[index]) else ""
+    s, values = call.spread, _values(call)
+    assert s is not None
+    n = s.null.shape[-1]
+    num_zero = n - int(s.rank[index])
+    reason = f"{num_zero} of {n} {values} {'is' if num_zero == 1 else 'are'} zero up to rounding"
+    if bool(s.negative[index]):
+        reason += " (and may be slightly negative)"
     if gradient is None or not bool(gradient.finite[index]):
-        reason += f". A root, a logarithm or an inverse has no finite gradient there, nor have {_vectors(call)} that "
-        reason += "belong to one value." + _came_back(gradient, index)
+        reason += ". The gradient divides by them, or by their differences." + _came_back(gradient, index)
     else:
         reason += (
-            ": nothing but noise, and the loss takes a root, a logarithm or an inverse of it. The gradient is finite "
+            ". They are nothing but noise, and the loss takes a root, a logarithm or an inverse of them, or uses their "
+            f"{_vectors(call)}. The gradient is finite, but dominated by that noise."
         )
-        reason += "but dominated by that noise."
-    advice = (
-        "Drop the null space, in the result and in the gradient:\n"
-        + _replacement(call, gradient, rtol=True)
-        + "\nOr keep the matrix from being singular: more samples than channels, no constant channels."
+    return reason, (
+        f"Drop the zero {values}, in the result and in the gradient:\n"
+        + _replacement(call, gradient, index, rtol=True)
+        + "\nOr avoid the cause: use more samples than channels, and leave out channels that are constant."
     )
-    return reason, advice
+
+
+def _is_indefinite(call: Call, index: int) -> bool:
+    """Return whether an eigenvalue is negative by more than rounding."""
+    s, values = call.spread, call.values
+    if s is None or values is None or not bool(s.negative[index]):
+        return False
+    return bool((values[index][~s.null[index]] < 0).any())
+
+
+def _negative(call: Call, index: int) -> tuple[str, str]:
+    assert call.values is not None
+    return (
+        f"The matrix has a negative eigenvalue ({float(call.values[index].min()):.2g}), which is more than rounding. "
+        "It is no covariance: it has no real square root, logarithm or Cholesky factor.",
+        "Check how the matrix is formed. A covariance computed as E[x x^T] - E[x] E[x]^T loses its digits where the "
+        "mean is large. Subtract the mean first, in float64 if need be:\n"
+        "    covariance = orthocond.linalg.covariance(features)",
+    )
 
 
 def _ill_conditioned(call: Call, gradient: Gradient | None, index: int) -> tuple[str, str]:
-    s = call.spread
-    cond = f"{float(s.cond[index]):.1e}" if s is not None else "too large"
-    values = _VALUES.get(call.kind, "eigenvalues")
+    if call.kind == "ours":
+        return (
+            f"The matrix is singular, and eps={call.options.get('eps', 0.0):g} keeps its zero eigenvalues: rounding "
+            "noise is divided by sqrt(eps). The gradient is exact, but its function changes with each batch.",
+            f"Drop the zero eigenvalues:\n    eps=0.0, rtol={_rtol(call)}  # options of {call.function}",
+        )
+    s, values = call.spread, _values(call)
+    assert s is not None
     dtype = str(call.dtype).removeprefix("torch.")
     reason = (
-        f"The condition number is {cond}. In {dtype} the smallest {values} have few correct digits or none, and the "
-        f"gradient is dominated by them.{_came_back(gradient, index)}"
+        f"The condition number is {float(s.cond[index]):.1e}. In {dtype} the smallest {values} have few correct digits "
+        f"or none, and the gradient is dominated by them.{_came_back(gradient, index)}"
     )
     if call.kind == "pinv":
         return reason, (
-            "Drop the singular values that are rounding noise:\n"
+            "Treat the smallest singular values as zero:\n"
             f"    torch.linalg.pinv({call.place.argument}, rtol={_rtol(call)})"
         )
-    wide = "" if dtype == "float64" else "Form the matrix in float64 from its factors and decompose it there. Or drop "
-    return reason, (wide or "Drop ") + "what is noise:\n" + _replacement(call, gradient, rtol=True)
+    advice = f"Treat the smallest {values} as zero:\n" + _replacement(call, gradient, index, rtol=True)
+    if dtype != "float64":
+        advice += "\nOr compute the matrix in float64, from its factors, and decompose it there."
+    return reason, advice
 
 
 def _ill_posed(call: Call, gradient: Gradient | None, _: int) -> tuple[str, str]:
-    values = _VALUES.get(call.kind, "eigenvalues")
+    values, vectors = _values(call), _vectors(call)
     if gradient is not None and gradient.num_used == 0:
         return (
             f"Two {values} are equal up to rounding, and the loss treats them differently. A single one of them has no "
@@ -129,28 +145,28 @@ def _ill_posed(call: Call, gradient: Gradient | None, _: int) -> tuple[str, str]
             f"    torch.linalg.eigvalsh({call.place.argument})[..., -k:].sum(-1)",
         )
     return (
-        f"Two {values} are equal up to rounding, and the loss depends on which {_vectors(call)} of their common space "
-        "the solver returns. Any rotation of them is as valid, so the loss is not a function of the matrix, and no "
-        "formula for the gradient can be right.",
-        f"Change the loss so that it uses the space and not its basis: the projector on {_vectors(call)} with a gap "
-        f"to the others, or a function of the whole matrix:\n"
-        f"    P = orthocond.linalg.spectral_projector({_symmetric_argument(call)}, k)  # instead of U[:, -k:]",
+        f"Two {values} are equal up to rounding, and the loss depends on which {vectors} of their common space the "
+        "solver returns. Any rotation of them is as valid. So the loss is not a function of the matrix, and no formula "
+        "for the gradient can be right.",
+        f"Change the loss so that it uses the space and not its basis. For example, use the projector on the {vectors} "
+        "of the k largest values, which must differ from the other values:\n"
+        f"    P = orthocond.linalg.spectral_projector({_gram(call)}, k)  # in place of U[:, -k:]",
     )
 
 
 def _cholesky(call: Call, index: int) -> tuple[str, str]:
-    A = call.place.argument
+    A, n = call.place.argument, call.shape[-1]
     lowest = "" if call.values is None else f" (smallest eigenvalue {float(call.values[index].min()):.1e})"
     reason = (
-        f"The matrix is not positive definite up to rounding{lowest}, so it has no Cholesky factor."
+        f"The matrix is singular up to rounding{lowest}, so it has no Cholesky factor."
         if call.failure
         else f"The matrix is nearly singular{lowest}: its Cholesky factor and the gradient have few correct digits."
     )
     return reason, (
-        "The symmetric square root exists for singular matrices too, and is a factor as well (Q Q^T = A):\n"
+        "Use the symmetric square root, which exists for singular matrices too. It is a factor as well, Q Q^T = A:\n"
         f"    Q = orthocond.linalg.matrix_sqrth({A})\n"
         "Or add to the diagonal, relative to its size:\n"
-        f"    torch.linalg.cholesky({A} + 1e-5 * {A}.diagonal(dim1=-2, dim2=-1).mean() * torch.eye({call.shape[-1]}))"
+        f"    torch.linalg.cholesky({A} + 1e-5 * {A}.diagonal(dim1=-2, dim2=-1).mean() * torch.eye({n}).to({A}))"
     )
 
 
@@ -161,8 +177,12 @@ def _came_back(gradient: Gradient | None, index: int) -> str:
         return " NaN or infinity came back."
     amplification, noise = float(gradient.amplification[index]), float(gradient.noise[index])
     if amplification > 100:
-        return f" The gradient that came back is {amplification:.1e} times its well-posed part."
-    return f" The gradient that came back has a relative error of about {noise:.0e}." if noise > 1e-3 else ""
+        return f" The gradient that came back is {amplification:.1e} times as large as its well-posed part."
+    return f" The error of the gradient that came back may be {min(noise, 1.0):.0%}." if noise > 1e-2 else ""
+
+
+def _values(call: Call) -> str:
+    return "singular values" if call.kind in ("svd", "svdvals", "pinv") else "eigenvalues"
 
 
 def _vectors(call: Call) -> str:
@@ -173,24 +193,28 @@ def _rtol(call: Call) -> str:
     return "1e-4" if call.unit > 1e-10 else "1e-8"
 
 
-def _symmetric_argument(call: Call) -> str:
+def _gram(call: Call, *, both_sides: bool = False) -> str:
+    """Return the symmetric matrix whose eigenvectors are the vectors of a call, in the words of its source line."""
     A = call.place.argument
-    if call.kind != "svd" or call.symmetric:
+    if call.kind != "svd" or (call.symmetric and not both_sides):
         return A
     return f"{A} @ {A}.mT" if A.replace(".", "").replace("_", "").isalnum() else f"({A}) @ ({A}).mT"
 
 
-def _replacement(call: Call, gradient: Gradient | None, *, rtol: bool = False) -> str:
+def _replacement(call: Call, gradient: Gradient | None, index: int, *, rtol: bool = False) -> str:
     """Return the line of code that replaces a decomposition and what was made of it."""
     A = call.place.argument
     option = f", rtol={_rtol(call)}" if rtol else ""
-    if gradient is not None and gradient.both_sides and not gradient.values_used:
+    both_sides = gradient is not None and gradient.both_sides
+    if gradient is not None and both_sides and not gradient.values_used:
         return (
             f"    orthocond.linalg.nearest_orthogonal({A}{option})  # U Vh\n"
             f"    orthocond.linalg.nearest_rotation({A})  # U Vh with determinant 1"
         )
-    if call.kind == "svd" and (not call.symmetric or (gradient is not None and gradient.both_sides)):
-        return f"    orthocond.linalg.spectral_projector({_symmetric_argument(call)}, k) @ {A}  # the best rank-k part"
+    if call.kind == "svd" and (both_sides or not call.symmetric):
+        k = int(call.spread.rank[index]) if rtol and call.spread is not None else "k"
+        projector = f"orthocond.linalg.spectral_projector({_gram(call, both_sides=both_sides)}, {k})"
+        return f"    {projector} @ {A}  # the best approximation of rank {k}"
     powers = {function for function in call.use.functions if isinstance(function, float)}
     if powers == {0.5, -0.5}:
         return f"    Q, S = orthocond.linalg.matrix_sqrth_pair({A}{option})"

@@ -155,17 +155,23 @@ def _level(call: Call, g: Gradient) -> torch.Tensor:
         "ill-posed": ~g.consistent & g.finite_in,
     }
     if call.kind in ("ours", "pinv"):  # zero eigenvalues are dropped, and equal ones have an exact gradient
-        kept = ~s.null
-        smallest = torch.where(kept, call.values.abs() if call.values is not None else 0.0, torch.inf).amin(-1)
-        support = s.rank > 0
-        ill = support & (call.unit * _largest(call) > _LOST * smallest)
-        rules["ill-conditioned"] = (ill & (call.kind == "pinv")) | (~g.finite & g.finite_in)
+        rules["ill-conditioned"] = _inverts_noise(call) | (~g.finite & g.finite_in)
         rules["singular"] = torch.zeros_like(ill)
     for verdict, applies in rules.items():
         levels = torch.where(applies, VERDICTS.index(verdict), levels)
     return levels
 
 
-def _largest(call: Call) -> torch.Tensor:
-    assert call.values is not None
-    return call.values.abs().amax(-1)
+def _inverts_noise(call: Call) -> torch.Tensor:
+    """Return which matrices have something inverted that is noise: near the cut of a pseudo-inverse, or above eps."""
+    s, values = call.spread, call.values
+    assert s is not None
+    assert values is not None
+    noise = call.unit / _LOST * values.abs().amax(-1)
+    if call.kind == "pinv":
+        kept = ~s.null if call.options.get("rtol") is None else values > float(call.options["rtol"]) * values[:, :1]
+        return (kept & (values < noise.unsqueeze(-1))).any(-1)
+    eps, inverts = float(call.options.get("eps", 0.0)), any(power < 0 for power in call.options["powers"])
+    if not inverts or eps == 0 or call.options.get("rtol"):
+        return torch.zeros_like(s.negative)
+    return (s.rank < values.shape[-1]) & (eps < noise)

@@ -27,10 +27,10 @@ def _severity(found: Finding) -> tuple[int, bool, float]:
 
 def _headline(groups: list[tuple[Finding, int]]) -> str:
     if not groups:
-        return "No call of a decomposition was seen."
+        return "No decomposition was seen."
     calls = sum(count for _, count in groups)
     bad = sum(found.verdict != "healthy" for found, _ in groups)
-    places = f"{calls} call{'s' * (calls > 1)} of decompositions in {len(groups)} place{'s' * (len(groups) > 1)}"
+    places = f"{calls} decomposition{'s' * (calls > 1)} in {len(groups)} place{'s' * (len(groups) > 1)} of the code"
     return f"{places}, {f'{bad} with a problem' if bad else 'all healthy'}."
 
 
@@ -42,7 +42,7 @@ def _numbers(found: Finding) -> str:
     if found.cond is not None:
         parts.append(f"condition number {found.cond:.2g}")
     if found.gap is not None and "cholesky" not in found.function:
-        parts.append(f"smallest gap {found.gap:.2g}")
+        parts.append(f"smallest relative gap {found.gap:.2g}")
     if found.gradient_finite is not None:
         parts.append("gradient finite" if found.gradient_finite else "gradient NaN or infinite")
     if found.amplification is not None and found.gradient_finite and found.amplification > 10:
@@ -65,9 +65,9 @@ def as_text(findings: Sequence[Finding], notes: Sequence[str]) -> str:
     groups = grouped(findings)
     lines = [_headline(groups)]
     for found, count in groups:
-        where = f" in {found.module}" if found.module else ""
+        where = f" in module {found.module}" if found.module else ""
         lines += ["", f"{found.verdict.upper()}: {found.function}{where} ({found.source or 'unknown line'})"]
-        body = [f"{_matrices(found, count)}: {_numbers(found)}", found.reason]
+        body = [": ".join(filter(None, (_matrices(found, count), _numbers(found)))), found.reason]
         if found.advice:
             body += found.advice.split("\n")
         for line in body:
