@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -36,6 +37,7 @@ from orthocond.lab.presets import PRESETS, preset
 from orthocond.lab.report import write_report
 from orthocond.lab.report.command import report
 from orthocond.lab.runs import DivergedError, stored_config
+from orthocond.treatments import TREATMENTS
 
 __all__ = ["app", "main"]
 
@@ -280,8 +282,12 @@ def methods_command() -> None:
     console = Console()
     console.print(table)
     console.print(
-        "\nAny other combination goes too: svd or newton_schulz, and treatments joined by +.", highlight=False
+        "\nAny other combination goes too: svd or newton_schulz, and treatments joined by +:\n", highlight=False
     )
+    treatments = Table("treatment", "what it does", box=None, pad_edge=False)
+    for name, part in TREATMENTS.items():
+        treatments.add_row(name, escape(part.description))
+    console.print(treatments)
 
 
 def carry_out(runs: list[Run], engine: Engine) -> None:
