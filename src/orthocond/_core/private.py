@@ -26,6 +26,7 @@ __all__ = [
     "is_transformed",
     "num_compiled_frames",
     "num_dispatch_modes",
+    "saved_tensors_hooks",
     "set_forward_mode",
     "transforms_are_active",
     "tree_map_only",
@@ -55,6 +56,7 @@ NAMES: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "is_tracing": ("torch._C._is_tracing", lambda: torch.jit.is_tracing()),  # type: ignore[attr-defined]  # public, all the same
         "unwrap_dead_wrappers": ("torch._functorch.utils.unwrap_dead_wrappers", None),
         "set_forward_mode": ("torch.autograd.forward_ad._set_fwd_grad_enabled", None),
+        "saved_tensors_hooks": ("torch._C._autograd._top_saved_tensors_default_hooks", lambda _: ()),
         "tree_map_only": ("torch.utils._pytree.tree_map_only", _mapped),
     }
 )
@@ -84,6 +86,8 @@ unwrap_dead_wrappers: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = _loo
 """Return tensors without what ended transforms left around them; None: only ``Function.apply`` can."""
 set_forward_mode: Callable[[bool], AbstractContextManager[object]] | None = _looked_up("set_forward_mode")
 """Return a context with forward mode on or off; None: there is no such thing."""
+saved_tensors_hooks: Callable[[bool], tuple[Any, ...] | None] = _looked_up("saved_tensors_hooks")
+"""Return the hooks that get what is saved for gradients (the argument: while tracing, too); None: there are none."""
 tree_map_only: Callable[[type, Callable[[Any], Any], Any], Any] = _looked_up("tree_map_only")
 """Return nested containers with a function applied to everything of a kind."""
 

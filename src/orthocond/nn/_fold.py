@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from orthocond._core.layout import Layout
@@ -201,7 +202,7 @@ def _neutral(norm: _DecorrelatedBatchNorm, shift: Tensor) -> nn.Module:
     return neutral
 
 
-class _WithModulesBehind(nn.modules.batchnorm._BatchNorm):
+class _WithModulesBehind(_BatchNorm):
     """A BatchNorm that applies its submodules to its output."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name that BatchNorm has)
@@ -223,7 +224,7 @@ class _BatchNorm3dAnd(_WithModulesBehind, nn.BatchNorm3d):
     pass
 
 
-_BATCHNORMS: dict[tuple[int, ...], tuple[type[nn.modules.batchnorm._BatchNorm], ...]] = {
+_BATCHNORMS: dict[tuple[int, ...], tuple[type[_BatchNorm], ...]] = {
     (2, 3): (nn.BatchNorm1d, _BatchNorm1dAnd),
     (4,): (nn.BatchNorm2d, _BatchNorm2dAnd),
     (5,): (nn.BatchNorm3d, _BatchNorm3dAnd),

@@ -13,12 +13,14 @@ That is five products over the features in all, of which only ``x`` is kept for 
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from orthocond._core import private
 from orthocond._core.distributed import summed
 from orthocond._core.precision import autocast_off
 from orthocond.errors import ArgumentError, GradientError
@@ -205,13 +207,13 @@ def _moments(samples: Features, process_group: Any, sync: bool) -> tuple[Feature
     return samples, mean, is_centred, second / num_samples, num_samples
 
 
-def _kept_as_it_is() -> saved_tensors_hooks:
+def _kept_as_it_is() -> AbstractContextManager[object]:
     """Return a context in which no hook from outside gets what is saved for the gradient.
 
     A graph within a graph is differentiated by a call of its own, for which activation checkpointing would run the
     layer once more. The matrices in it are small.
     """
-    return saved_tensors_hooks(_same, _same)
+    return nullcontext() if private.saved_tensors_hooks(False) is None else saved_tensors_hooks(_same, _same)
 
 
 def _same(saved: Tensor) -> Tensor:
