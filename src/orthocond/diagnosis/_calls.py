@@ -114,9 +114,10 @@ def _place(frame: FrameType | None, names: dict[int, str], function: str) -> Pla
         path = frame.f_code.co_filename
         if line is None and not path.startswith((_OURS, *_WATCHING)):
             line = (path, frame.f_lineno)
-        owner = frame.f_locals.get("self")
-        if not module and isinstance(owner, nn.Module):
-            module = names.get(id(owner), type(owner).__name__)
+        # f_locals keeps what it finds alive as long as the frame: ask methods alone, which end soon.
+        if not module and frame.f_code.co_varnames[:1] == ("self",):
+            owner = frame.f_locals.get("self")
+            module = names.get(id(owner), type(owner).__name__) if isinstance(owner, nn.Module) else ""
         frame = frame.f_back
     if line is None:
         return Place(module, "", "A")
