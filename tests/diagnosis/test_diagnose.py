@@ -139,6 +139,11 @@ FUNCTIONS = {
     "orthocond.linalg.matrix_sqrth": orthocond.linalg.matrix_sqrth,
     "orthocond.linalg.matrix_inv_sqrth": lambda A: orthocond.linalg.matrix_inv_sqrth(A, solver="newton_schulz"),
     "orthocond.linalg.matrix_sqrth_pair": lambda A: orthocond.linalg.matrix_sqrth_pair(A)[1],
+    "orthocond.linalg.matrix_logh": orthocond.linalg.matrix_logh,
+    "orthocond.linalg.matrix_powerh": lambda A: orthocond.linalg.matrix_powerh(A, -0.25),
+    "orthocond.linalg.matrix_exph": orthocond.linalg.matrix_exph,
+    "orthocond.linalg.matrix_functionh": lambda A: orthocond.linalg.matrix_functionh(A, torch.sin, torch.cos),
+    "orthocond.linalg.spectral_projector": lambda A: orthocond.linalg.spectral_projector(A, 2),
     "orthocond.linalg.nearest_orthogonal": orthocond.linalg.nearest_orthogonal,
     "orthocond.linalg.nearest_rotation": orthocond.linalg.nearest_rotation,
 }

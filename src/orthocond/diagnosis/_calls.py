@@ -171,7 +171,7 @@ def begin(
         A.device,
         torch.finfo(A.dtype).eps,
         _autocast_unit(A.device.type),
-        {**kwargs, "powers": next((X for X in args if isinstance(X, tuple)), ())},
+        {**kwargs, "functions": next((X for X in args if isinstance(X, tuple)), ())},
         finite_input=bool(torch.isfinite(A).all()),
         during_backward=graph_task_id() != -1,
     )

@@ -171,7 +171,8 @@ def _inverts_noise(call: Call) -> torch.Tensor:
     if call.kind == "pinv":
         kept = ~s.null if call.options.get("rtol") is None else values > float(call.options["rtol"]) * values[:, :1]
         return (kept & (values < noise.unsqueeze(-1))).any(-1)
-    eps, inverts = float(call.options.get("eps", 0.0)), any(power < 0 for power in call.options["powers"])
+    eps, functions = float(call.options.get("eps", 0.0)), str(call.options["functions"])
+    inverts = any(sign in functions for sign in ("inv", "log", "-"))  # inv_sqrt, log, and negative powers
     if not inverts or eps == 0 or call.options.get("rtol"):
         return torch.zeros_like(s.negative)
     return (s.rank < values.shape[-1]) & (eps < noise)
