@@ -333,3 +333,24 @@ def test_where_the_default_fails_the_table_says_so():
     assert fastest.rows[0][1] == "other (failed)"
     _, fastest, *_ = tables("solvers", {"records": records[:1], "growth": []})
     assert fastest.rows[0][1:3] == ["none", ""]
+
+
+def test_what_newer_versions_of_torch_offer_competes_where_it_is_there(monkeypatch):
+    names = ("torch.linalg.matrix_sqrth, inverted", "torch.linalg.polar")
+    for name in ("matrix_sqrth", "polar"):
+        monkeypatch.delattr(torch.linalg, name, raising=False)
+    assert not set(names) & (set(solvers.contestants()) | set(polar.contestants(polar.Cell(4, 6))))
+
+    def tall_polar(A):
+        assert A.shape[-2] >= A.shape[-1]
+        U, values, Vh = torch.linalg.svd(A, full_matrices=False)
+        return U @ Vh, (Vh.mT * values) @ Vh
+
+    monkeypatch.setattr(torch.linalg, "matrix_sqrth", linalg.matrix_sqrth, raising=False)
+    monkeypatch.setattr(torch.linalg, "polar", tall_polar, raising=False)
+    asked = problem(16, 2, "condition 1e2")
+    assert asked.value_error(solvers.contestants()[names[0]](asked.A)) < 1e-4
+    for shape in ((4, 6), (6, 4)):
+        A = noise(*shape)
+        factor = polar.contestants(polar.Cell(*shape))[names[1]](A)
+        assert torch.allclose(factor.double(), polar_factor(A), atol=1e-5)

@@ -25,9 +25,12 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-        return disabled[0](*args, **kwargs)
+        if disabled:
+            return disabled[0](*args, **kwargs)
+        hidden = torch.compiler.disable(function)
+        if not torch.compiler.is_compiling():  # the compiler of torch 2.8 traces this function, and can't the next line
+            disabled.append(hidden)
+        return hidden(*args, **kwargs)
 
     wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
     return wrapper

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 __all__ = ["Layout"]
 
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -32,7 +34,7 @@ class Layout:
     @classmethod
     def of(cls, layer: nn.Module) -> Self:
         """Return the layout of a layer's weight."""
-        return cls(getattr(layer, "groups", 1), isinstance(layer, nn.modules.conv._ConvTransposeNd))
+        return cls(getattr(layer, "groups", 1), isinstance(layer, _TRANSPOSED))
 
     def matrix(self, weight: Tensor) -> Tensor:
         """Return the matrix of a weight, or of anything of its shape."""

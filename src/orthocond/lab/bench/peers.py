@@ -1,4 +1,4 @@
-"""What others offer on PyPI: competes where it is installed and can be imported, and is never needed."""
+"""What others offer, on PyPI and in newer versions of torch: competes where it is there, and is never needed."""
 
 import importlib
 import importlib.metadata
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-__all__ = ["PACKAGES", "inverse_roots", "orthogonal_parametrizations", "rotations", "shifted", "state"]
+__all__ = ["PACKAGES", "inverse_roots", "orthogonal_parametrizations", "polar_factors", "rotations", "shifted", "state"]
 
 PACKAGES = {"torchspd": "torchspd", "spd_learn": "spd_learn.functional", "geotorch": "geotorch", "roma": "roma"}
 """By name, the module that is needed of each."""
@@ -22,13 +22,34 @@ def state() -> dict[str, str]:
 
 
 def inverse_roots() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return functions from symmetric matrices to their inverse roots, by the name of the package."""
-    return _installed(
+    """Return functions from symmetric matrices to their inverse roots, by the name of the package.
+
+    The root of torch itself, from 2.15 on, is inverted.
+    """
+    own = {"torch.linalg.matrix_sqrth, inverted": _inverted} if hasattr(torch.linalg, "matrix_sqrth") else {}
+    return own | _installed(
         {
             "torchspd": lambda package: package.invsqrtm,
             "spd_learn": lambda package: package.matrix_inv_sqrt.apply,
         }
     )
+
+
+def _inverted(A: Tensor) -> Tensor:
+    root: Tensor = torch.linalg.matrix_sqrth(A)  # type: ignore[attr-defined]  # of torch 2.15
+    return torch.linalg.inv(root)
+
+
+def polar_factors() -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return functions from matrices to their polar factors, by name: torch's own, from 2.15 on."""
+    return {"torch.linalg.polar": _torch_polar} if hasattr(torch.linalg, "polar") else {}
+
+
+def _torch_polar(A: Tensor) -> Tensor:
+    if A.shape[-2] < A.shape[-1]:  # it takes tall matrices alone
+        return _torch_polar(A.mT).mT
+    factor: Tensor = torch.linalg.polar(A)[0]
+    return factor
 
 
 def rotations() -> dict[str, Callable[[Tensor], Tensor]]:

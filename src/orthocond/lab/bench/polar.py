@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from orthocond.lab import processor
 from orthocond.lab.bench.measure import Budget, alternate, once, spread
+from orthocond.lab.bench.peers import polar_factors
 from orthocond.lab.bench.problems import polar_factor, relative_error
 from orthocond.lab.models import build
 from orthocond.linalg import POLAR_SOLVERS, nearest_orthogonal
@@ -49,6 +50,7 @@ def contestants(cell: Cell) -> dict[str, Callable[[Tensor], Tensor]]:
     everyone: dict[str, Callable[[Tensor], Tensor]] = {
         **{solver: partial(nearest_orthogonal, solver=solver) for solver in POLAR_SOLVERS},
         _REFERENCE: _by_svd,
+        **polar_factors(),
         f"{_MUON}, float32": partial(muon_iteration, dtype=torch.float32),
     }
     if 5 * short**2 * (4 * long + 2 * short) <= _BFLOAT16_WORK and processor.has_half_products():

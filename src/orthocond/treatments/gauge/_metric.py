@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from orthocond._core import private
 from orthocond._core.distributed import summed
 from orthocond._core.precision import at_least_float32, autocast_off
 from orthocond.graph import channel_dim
@@ -44,7 +44,7 @@ def cross_covariance(
     """
     weight: Any = layer.weight
     weight = weight.detach().to(at_least_float32(weight.dtype)).requires_grad_()
-    args, kwargs = tree_map_only(Tensor, lambda x: x.to(weight.dtype), (args, kwargs))
+    args, kwargs = private.tree_map_only(Tensor, lambda x: x.to(weight.dtype), (args, kwargs))
     plain = copy.copy(layer)
     plain._parameters = {"weight": weight, "bias": None}
     with torch.enable_grad(), autocast_off(weight.device):

@@ -8,8 +8,8 @@ from warnings import warn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from orthocond._core import private
 from orthocond._core.distributed import from_first, num_processes
 from orthocond._core.precision import narrow, widen
 from orthocond.errors import ArgumentError, OrthocondWarning, check_choice
@@ -241,7 +241,7 @@ class Gauge(Part):
 
     def _note_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
         if self.norm.training:
-            self._inputs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            self._inputs = private.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
 
     def _note_batch(self, _: Any, __: Any, output: Tensor) -> None:
         if not self.norm.training:
