@@ -27,7 +27,7 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         if disabled:
             return disabled[0](*args, **kwargs)
-        hidden = torch.compiler.disable(function)
+        hidden: Callable[P, R] = torch.compiler.disable(function)
         if not torch.compiler.is_compiling():  # the compiler of torch 2.8 traces this function, and can't the next line
             disabled.append(hidden)
         return hidden(*args, **kwargs)

@@ -37,7 +37,8 @@ def inverse_roots() -> dict[str, Callable[[Tensor], Tensor]]:
 
 def _inverted(A: Tensor) -> Tensor:
     root: Tensor = torch.linalg.matrix_sqrth(A)  # type: ignore[attr-defined]  # of torch 2.15
-    return torch.linalg.inv(root)
+    inverse: Tensor = torch.linalg.inv(root)
+    return inverse
 
 
 def polar_factors() -> dict[str, Callable[[Tensor], Tensor]]:
@@ -48,7 +49,7 @@ def polar_factors() -> dict[str, Callable[[Tensor], Tensor]]:
 def _torch_polar(A: Tensor) -> Tensor:
     if A.shape[-2] < A.shape[-1]:  # it takes tall matrices alone
         return _torch_polar(A.mT).mT
-    factor: Tensor = torch.linalg.polar(A)[0]
+    factor: Tensor = torch.linalg.polar(A)[0]  # type: ignore[attr-defined]  # of torch 2.15
     return factor
 
 
