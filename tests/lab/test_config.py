@@ -1,13 +1,16 @@
 """Settings, methods and presets: where values come from, and what is said of wrong ones."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
 from orthocond.errors import ArgumentError
-from orthocond.lab.config import Config, changed, from_json, from_toml
+from orthocond.lab.config import Config, changed, flags, from_json, from_settings, from_toml
 from orthocond.lab.methods import ALL, PAPER, method, method_list
 from orthocond.lab.presets import PRESETS, preset
+from orthocond.treatments import parse
 
 
 def test_the_paper_s_presets_are_those_of_its_appendix_b():
@@ -19,7 +22,7 @@ def test_the_paper_s_presets_are_those_of_its_appendix_b():
         assert (config.epochs, config.learning_rate, config.momentum, config.weight_decay) == (350, 0.1, 0.9, 5e-4)
         assert (config.schedule, config.milestones, config.gamma) == ("steps", (100, 200, 300), 0.1)
         assert (config.batch_size, config.eps, config.rtol, config.gradient) == (128, 0.01, 0.0, "pade")
-        assert (config.pad, config.flip, config.normalize) == (4, True, False)
+        assert (config.pad, config.flip, config.parts) == (4, True, "ow(kind=operator)")
     config = preset("gcp-imagenet")
     assert (config.dataset, config.num_classes) == ("ILSVRC/imagenet-1k", 1000)
     assert (config.model, config.meta, config.small_images, config.reduction) == ("resnet18", "gcp", False, 256)
@@ -76,7 +79,7 @@ def test_a_toml_file_and_flags_give_the_same(tmp_path):
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"learning_rate": float("nan")}, "learning_rate must be at least"),
         ({"devices": "two"}, "devices must be a number or auto"),
-        ({"method": "svd+nogg"}, "Did you mean 'svd\\+nog'"),
+        ({"method": "svd+nogg"}, "Did you mean 'nog'"),
         ({"method": "svt"}, "choose one of svd"),
         ({"method": "bn+nog"}, "use bn alone, or svd\\+nog"),
         ({"gradient": "exct"}, "Did you mean 'exact'"),
@@ -115,3 +118,51 @@ def test_methods_have_one_name_each():
 def test_every_setting_is_explained():
     for field in dataclasses.fields(Config):
         assert field.name == "preset" or field.metadata["help"]
+
+
+def test_methods_have_options_of_their_own():
+    config = Config("mine", method="svd+ow(normalize=false)+nog(solver=newton_schulz(iterations=20))")
+    assert config.method == "svd+nog(solver=newton_schulz(iterations=20))+ow(normalize=false)"
+    assert method(config.method).treatment == config.method.removeprefix("svd+")
+    nested = "svd+nog(max_norm=1.0, solver=newton_schulz(iterations=20))"
+    assert len(method_list(f"svd+olr(rule=exact, steps=9),{nested},svd")) == 3
+    with pytest.raises(ArgumentError, match="has no such treatment: ow got an unknown option 'sort'"):
+        Config("mine", method="svd+ow(sort=x)")
+
+
+def test_a_presets_options_hold_where_the_method_gives_none():
+    paper = preset("dbn-cifar10")
+    for name, spelled, treatment in [
+        ("svd+ow+nog", "svd+nog+ow", "nog+ow(kind=operator)"),
+        ("svd+ow(normalize=false)", "svd+ow(normalize=false)", "ow(kind=operator, normalize=false)"),
+        ("svd+ow(kind=kernel)", "svd+ow(kind=kernel)", "ow"),
+    ]:
+        config = changed(paper, {"method": name})
+        assert config.method == spelled
+        assert method(config.method, config.parts).treatment == treatment
+        assert from_json(config.to_json()) == config
+        assert flags(config, paper) == ["--method", spelled]
+
+
+SAVED = Path(__file__).parents[1] / "saved"
+
+
+@pytest.mark.parametrize("number", range(len(json.loads((SAVED / "configs-0.1.json").read_text()))))
+def test_configurations_of_version_0_1_load(number):
+    settings = json.loads((SAVED / "configs-0.1.json").read_text())[number]
+    config = from_settings(settings)
+    chosen = method(config.method, config.parts)
+    names = ("kind", "normalize", "penalty_weight", "rule", "threshold", "metric")
+    for part in parse(chosen.treatment):
+        for name in names:
+            if name in part.options:
+                assert part.options[name] == settings[name]
+    for name, value in settings.items():
+        if name not in (*names, "milestones", "method"):
+            assert getattr(config, name) == value
+    assert from_json(config.to_json()) == config
+
+
+def test_a_setting_that_became_an_option_says_how_it_is_written():
+    with pytest.raises(ArgumentError, match=r"an option of ow now; write it .* svd\+ow\(kind=operator\)"):
+        changed(Config("mine"), {"kind": "operator"})

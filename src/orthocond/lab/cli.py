@@ -179,7 +179,7 @@ def compare_command(
     check_choice(engine, ENGINES, "engine", "compare")
     runs = plan(
         chosen,
-        method_list(methods, with_gauge=chosen.can_be_gauged),
+        method_list(methods, with_gauge=chosen.can_be_gauged, defaults=chosen.parts),
         seeds,
         out or Path("runs") / chosen.preset,
         _shard(shard),

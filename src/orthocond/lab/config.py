@@ -14,9 +14,7 @@ from orthocond.errors import ArgumentError, check_choice
 from orthocond.lab.methods import method
 from orthocond.lab.models import MODELS
 from orthocond.linalg import GRADIENTS
-from orthocond.nn import KINDS
-from orthocond.optim import RULES
-from orthocond.treatments import METRICS
+from orthocond.treatments import TREATMENTS, canonical
 
 __all__ = [
     "PLACE",
@@ -81,13 +79,9 @@ class Config:
     channels_last: bool = _setting(False, "lay images out with the channels last, which convolutions are faster in")
     gradient: str = _setting("exact", f"gradient rule of the root: {', '.join(GRADIENTS)}")
 
-    kind: str = _setting("kernel", f"of ow: {', '.join(KINDS)}")
-    normalize: bool = _setting(True, "bound the exponent of ow")
-    penalty_weight: float = _setting(1.0, "of ol")
-    rule: str = _setting("paper", f"of olr: {', '.join(RULES)}")
-
-    threshold: float = _setting(10.0, "condition number above which gauge acts")
-    metric: str = _setting("input", f"of steps after gauge acted: {', '.join(METRICS)}")
+    parts: str = _setting(
+        "none", "options of treatments where the method gives none, e.g. ow(kind=operator)+olr(rule=exact)"
+    )
 
     epochs: int = _setting(1, "passes over the training images")
     steps: int | None = _setting(None, "stop after so many steps, whatever the epochs")
@@ -110,14 +104,12 @@ class Config:
     evaluate_every: int = _setting(1, "epochs between validations; there is one at the end always")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "method", method(self.method).name)
+        object.__setattr__(self, "parts", canonical(self.parts))
+        object.__setattr__(self, "method", method(self.method, self.parts).name)
         for name, choices in (
             ("model", MODELS),
             ("meta", ("dbn", "gcp")),
             ("gradient", GRADIENTS),
-            ("kind", KINDS),
-            ("rule", RULES),
-            ("metric", METRICS),
             ("schedule", SCHEDULES),
             ("precision", PRECISIONS),
             ("accelerator", ("auto", "cpu", "cuda", "mps")),
@@ -149,9 +141,9 @@ PLACE = frozenset(field.name for field in dataclasses.fields(Config) if field.me
 
 _LEAST = {
     **dict.fromkeys(("pad", "workers", "seed"), 0),
-    **dict.fromkeys(("eps", "rtol", "penalty_weight", "learning_rate", "momentum", "weight_decay", "gamma"), 0.0),
+    **dict.fromkeys(("eps", "rtol", "learning_rate", "momentum", "weight_decay", "gamma"), 0.0),
     **dict.fromkeys(("resize", "crop", "width", "reduction", "epochs", "steps", "batch_size", "nodes", "threads"), 1),
-    **dict.fromkeys(("val_images", "checkpoint_every", "evaluate_every", "threshold"), 1),
+    **dict.fromkeys(("val_images", "checkpoint_every", "evaluate_every"), 1),
     "num_classes": 2,
 }
 _TYPES = typing.get_type_hints(Config)
@@ -169,6 +161,12 @@ def changed(config: Config, settings: Mapping[str, Any]) -> Config:
     """
     fields = [field.name for field in dataclasses.fields(Config) if field.name != "preset"]
     for name in settings:
+        if name in _PART_OF:
+            part = TREATMENTS[_PART_OF[name]]
+            raise ArgumentError(
+                f"the setting {name} is an option of {part.name} now; write it into the method, e.g. "
+                f"svd+{part.name}({name}={settings[name]})."
+            )
         check_choice(name, fields, "setting", "the configuration")
     return dataclasses.replace(config, **{name: parsed(name, value) for name, value in settings.items()})
 
@@ -207,7 +205,30 @@ def from_settings(settings: Any) -> Config:
     """
     if not isinstance(settings, dict) or not isinstance(settings.get("preset"), str):
         raise ArgumentError("the configuration is damaged: it names no preset; restore it from a copy.")
-    return changed(Config(settings["preset"]), {name: value for name, value in settings.items() if name != "preset"})
+    return changed(Config(settings["preset"]), _with_parts(settings))
+
+
+_PART_OF = {
+    "kind": "ow",
+    "normalize": "ow",
+    "penalty_weight": "ol",
+    "rule": "olr",
+    "threshold": "gauge",
+    "metric": "gauge",
+}
+"""Settings of version 0.1 that are options of a part now."""
+
+
+def _with_parts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings, apart from the preset, with those of version 0.1 as options of their parts."""
+    own = {name: value for name, value in settings.items() if name != "preset"}
+    options: dict[str, dict[str, Any]] = {}
+    for name in [name for name in own if name in _PART_OF]:
+        options.setdefault(_PART_OF[name], {})[name] = own.pop(name)
+    if options:
+        made = [TREATMENTS[part](**values) for part, values in options.items()]
+        own["parts"] = "+".join(repr(part) for part in made if repr(part) != part.name) or "none"
+    return own
 
 
 def difference(stored: Config, config: Config) -> str | None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from orthocond.errors import ArgumentError, check_choice
-from orthocond.treatments import TREATMENTS, canonical_order
+from orthocond.treatments import canonical, parse, split_outside
 
 __all__ = ["ALL", "DEMO", "PAPER", "Method", "method", "method_list"]
 
@@ -34,7 +34,7 @@ class Method:
     """What a method's name stands for."""
 
     name: str
-    """In the order of the paper's tables: ``svd+nog+ow+olr``."""
+    """The canonical spelling: ``svd+nog+ow(kind=operator)+olr``."""
     solver: str | None
     """Of the meta-layer; None where there is none."""
     treatment: str
@@ -45,49 +45,60 @@ class Method:
         """One line for a person."""
         if self.solver is None:
             return "no meta-layer: batch norm, average pooling"
-        parts = self.treatment.split("+") if self.treatment != "none" else []
         base = "roots by eigendecomposition" if self.solver == "eigh" else "roots by Newton-Schulz iteration"
-        return ", ".join([base, *(TREATMENTS[part].description.partition(":")[0].lower() for part in parts)])
+        return ", ".join([base, *(part.description.partition(":")[0].lower() for part in parse(self.treatment))])
 
 
-def method(name: str) -> Method:
+def method(name: str, defaults: str = "none") -> Method:
     """Return the method of a name: ``svd`` or ``newton_schulz`` with any treatment, or ``bn``.
 
+    Args:
+        name: the solver and the parts of the treatment, joined by ``+``, each part with its options in parentheses.
+        defaults: a specification of the options that parts have where the name gives them none. They are not spelled
+            in the method's name, and those that differ from them are.
+
     Raises:
-        ArgumentError: another base than those, a treatment that does not exist, or one on ``bn``.
+        ArgumentError: another base than those, a treatment or an option that does not exist, or a treatment of ``bn``.
 
     Example:
-        >>> method("svd+olr+ow+nog").name
-        'svd+nog+ow+olr'
+        >>> method("svd+olr+ow(kind=operator)+nog").name
+        'svd+nog+ow(kind=operator)+olr'
+        >>> method("svd+ow", "ow(kind=operator)").treatment, method("svd+ow(kind=kernel)", "ow(kind=operator)").name
+        ('ow(kind=operator)', 'svd+ow(kind=kernel)')
     """
-    base, *parts = [part.strip().lower() for part in str(name).split("+")]
+    base, _, spec = (part.strip().lower() for part in str(name).partition("+"))
     if base not in _SOLVERS:
         check_choice(name, ALL, "method", "the run")
-    for part in parts:
-        if part not in TREATMENTS:
-            known = [f"{base}+{other}" for other in TREATMENTS]
-            check_choice(f"{base}+{part}", known, "method", "the run")
-    if parts and _SOLVERS[base] is None:
-        raise ArgumentError(
-            f"the method {name!r} treats a network without a meta-layer; use bn alone, or svd+{'+'.join(parts)}."
-        )
-    chosen = sorted(set(parts), key=canonical_order)
-    return Method("+".join([base, *chosen]), _SOLVERS[base], "+".join(chosen) or "none")
+    try:
+        spelling = canonical(spec, defaults)
+        treatment = canonical(parse(spec, defaults))
+    except ArgumentError as error:
+        raise ArgumentError(f"the method {name!r} has no such treatment: {error}") from None
+    if treatment == "none":
+        return Method(base, _SOLVERS[base], treatment)
+    if _SOLVERS[base] is None:
+        raise ArgumentError(f"the method {name!r} treats a network without a meta-layer; use bn alone, or svd+{spec}.")
+    return Method(f"{base}+{spelling}", _SOLVERS[base], treatment)
 
 
-def method_list(names: str, *, with_gauge: bool = True) -> list[str]:
+def method_list(names: str, *, with_gauge: bool = True, defaults: str = "none") -> list[str]:
     """Return the methods of ``paper``, ``all`` or a comma-separated list, each once.
 
     Args:
         names: the list.
         with_gauge: whether ``all`` has the methods with ``gauge``, which acts on whitening without eps alone.
+        defaults: options of parts, as in `method`.
 
     Example:
-        >>> method_list("bn, svd+ow+nog")
-        ['bn', 'svd+nog+ow']
+        >>> method_list("bn, svd+olr(steps=20, rule=exact)+nog")
+        ['bn', 'svd+nog+olr(rule=exact, steps=20)']
     """
     lists = {"paper": PAPER, "all": tuple(name for name in ALL if with_gauge or "gauge" not in name)}
-    chosen = [name for part in names.split(",") if part.strip() for name in lists.get(part.strip(), (part.strip(),))]
+    try:
+        pieces = [piece for piece in split_outside(names, ",") if piece]
+    except ValueError as error:
+        raise ArgumentError(f"got the methods {names!r} {error}; write e.g. 'svd,svd+ow(kind=operator)'.") from None
+    chosen = [name for piece in pieces for name in lists.get(piece, (piece,))]
     if not chosen:
         raise ArgumentError(f"no methods in {names!r}; give paper, all, or a list like svd,svd+nog.")
-    return list(dict.fromkeys(method(name).name for name in chosen))
+    return list(dict.fromkeys(method(name, defaults).name for name in chosen))

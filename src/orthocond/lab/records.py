@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from orthocond.lab.notes import flags
+
 __all__ = [
     "KINDS",
     "Records",
@@ -175,7 +177,8 @@ def _arrow(data: bytes, names: tuple[str, ...], *, kinds: bool) -> dict[str, Flo
     if not data or data.isspace():
         return {name: np.empty(0) for name in names}
     data.decode()  # Arrow doesn't mind what is no UTF-8
-    types = {name: pa.bool_() if name == "switched" else pa.float64() for name in names}
+    are_flags = flags()
+    types = {name: pa.bool_() if name in are_flags else pa.float64() for name in names}
     schema = pa.schema([*types.items(), *([("kind", pa.string())] if kinds else [])])
     table = arrow_json.read_json(  # its ArrowInvalid is a ValueError
         pa.BufferReader(data),

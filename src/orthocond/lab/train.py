@@ -30,6 +30,7 @@ from orthocond.lab.data import Data, Part, load_data
 from orthocond.lab.display import Display, Silent
 from orthocond.lab.methods import method
 from orthocond.lab.models import build
+from orthocond.lab.notes import noted
 from orthocond.lab.records import last_step, lines_text, read_steps
 from orthocond.lab.runs import (
     DivergedError,
@@ -40,11 +41,10 @@ from orthocond.lab.runs import (
     read_status,
     start_over_command,
 )
-from orthocond.treatments import LastStep, Treatment, parse
+from orthocond.treatments import LastStep, Treatment
 
 __all__ = ["Outcome", "learning_rate_factor", "network", "train"]
 
-_NOTED = ("eta", "switched", "gauged")
 _FLUSH = 10  # steps between writes: what a device computed is waited for no more often
 
 
@@ -247,14 +247,13 @@ class _Run:
         if last is self.last:  # a step that the gradient scaler left out
             last = None
         self.last = last or self.last
-        notes = self.treatment.notes if self.treatment is not None else {}
         record = {
             "kind": "step",
             "step": self.step,
             "epoch": epoch,
             "lr": scheduled,
             "pre_svd_lr": scheduled if last is None else last.learning_rate,
-            **{name: last[name] if last is not None and name in notes else None for name in _NOTED},
+            **(noted(self.treatment.notes, last) if self.treatment is not None else {}),
         }
         self.pending.append((record, loss.detach()))
 
@@ -489,7 +488,7 @@ class _Run:
 
 def network(config: Config, data: Data, *, sync: bool) -> tuple[nn.Module, Treatment | None]:
     """Return the network of a configuration, and the treatment on its Pre-SVD layer, if it has one."""
-    chosen = method(config.method)
+    chosen = method(config.method, config.parts)
     options: dict[str, Any] = {}
     if chosen.solver is not None:
         options = {"solver": chosen.solver}
@@ -515,15 +514,9 @@ def network(config: Config, data: Data, *, sync: bool) -> tuple[nn.Module, Treat
     if chosen.treatment == "none":
         return model, None
     images, _ = next(iter(data.val_batches(Part(), torch.device("cpu"))))
-    settable = ("kind", "normalize", "penalty_weight", "rule", "threshold", "metric")
-    settings = {name: getattr(config, name) for name in settable}
-    parts = [
-        type(part)(**{name: value for name, value in settings.items() if name in part.options})
-        for part in parse(chosen.treatment)
-    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OrthocondWarning)  # a combination that was asked for by its name
-        return model, treat(model, "auto", parts, example_input=images[:2])
+        return model, treat(model, "auto", chosen.treatment, example_input=images[:2])
 
 
 def learning_rate_factor(config: Config, steps_per_epoch: int, total_steps: int) -> Callable[[int], float]:

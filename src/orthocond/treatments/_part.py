@@ -130,9 +130,17 @@ class Part:
 
     def __repr__(self) -> str:
         """Return the specification: the name, and the options that differ from their defaults."""
-        items = (
-            f"{name}={spelled(value)}" for name, value in self.options.items() if value != type(self).options[name]
-        )
+        return self.spelled(type(self).options)
+
+    def spelled(self, defaults: Mapping[str, Any]) -> str:
+        """Return the specification where other options are the defaults.
+
+        Example:
+            >>> from orthocond.treatments import OrthogonalWeight
+            >>> OrthogonalWeight(kind="kernel").spelled({"kind": "operator", "normalize": True})
+            'ow(kind=kernel)'
+        """
+        items = (f"{name}={spelled(value)}" for name, value in self.options.items() if value != defaults[name])
         options = ", ".join(items)
         return f"{self.name}({options})" if options else self.name
 

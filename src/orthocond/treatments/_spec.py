@@ -14,12 +14,13 @@ Specification = str | Part | Iterable[str | Part]
 """A specification as text, one part, or a list that mixes names, specifications and parts."""
 
 
-def parse(spec: Specification) -> tuple[Part, ...]:
+def parse(spec: Specification, defaults: str = "none") -> tuple[Part, ...]:
     """Return the parts of a specification, in the order in which it is spelled.
 
     Args:
         spec: names of `TREATMENTS` joined by ``+``, in any order, each with its options in parentheses; ``none`` or the
             empty string for no part; or a list of such texts and of `Part` instances.
+        defaults: a specification whose options are the defaults, for parts that the text names without them.
 
     Raises:
         ArgumentError: an unknown name or option, a value of the wrong kind, or parts that can't be combined.
@@ -27,32 +28,34 @@ def parse(spec: Specification) -> tuple[Part, ...]:
     Example:
         >>> parse("olr(rule=exact, steps=2000) + nog")
         (nog, olr(rule=exact, steps=2000))
+        >>> parse("nog+ow", defaults="ow(kind=operator)")
+        (nog, ow(kind=operator))
     """
-    pieces = [spec] if isinstance(spec, str | Part) else _listed(spec)
-    parts: dict[str, Part] = {}
-    for piece in pieces:
-        for part in [piece] if isinstance(piece, Part) else _from_text(piece):
-            if part.name in parts and repr(parts[part.name]) != repr(part):
-                raise ArgumentError(
-                    f"treat got {part.name} twice, as {parts[part.name]!r} and as {part!r}; give it once, with all of "
-                    "its options."
-                )
-            parts.setdefault(part.name, part)
-    for part in parts.values():
+    parts = _parts(spec, defaults)
+    names = {part.name for part in parts}
+    for part in parts:
         for other, reason in part.excludes.items():
-            if other in parts:
+            if other in names:
                 raise ArgumentError(f"treat can't combine {part.name} with {other}: {reason}")
-    return tuple(sorted(parts.values(), key=lambda part: canonical_order(part.name)))
+    return parts
 
 
-def canonical(spec: Specification) -> str:
+def canonical(spec: Specification, defaults: str = "none") -> str:
     """Return the one spelling of a specification: parts in the registry's order, options that differ from defaults.
+
+    Args:
+        spec: as `parse` takes it.
+        defaults: a specification whose options are the defaults.
 
     Example:
         >>> canonical("OW(normalize = True, kind=operator)+nog"), canonical([])
         ('nog+ow(kind=operator)', 'none')
+        >>> canonical("ow(kind=kernel)+nog", defaults="ow(kind=operator)")
+        'nog+ow(kind=kernel)'
     """
-    return "+".join(map(repr, parse(spec))) or "none"
+    others = {part.name: part.options for part in _parts(defaults)}
+    texts = (part.spelled(others.get(part.name, type(part).options)) for part in _parts(spec, defaults))
+    return "+".join(texts) or "none"
 
 
 def canonical_order(name: str) -> tuple[int, str]:
@@ -86,6 +89,22 @@ def check_flat_options(parts: tuple[Part, ...], options: Mapping[str, Any]) -> N
     )
 
 
+def _parts(spec: Specification, defaults: str = "none") -> tuple[Part, ...]:
+    """Return the parts of a specification, whether or not they can be combined."""
+    others = {part.name: part.options for part in _parts(defaults)} if defaults != "none" else {}
+    pieces = [spec] if isinstance(spec, str | Part) else _listed(spec)
+    parts: dict[str, Part] = {}
+    for piece in pieces:
+        for part in [piece] if isinstance(piece, Part) else _from_text(piece, others):
+            if part.name in parts and repr(parts[part.name]) != repr(part):
+                raise ArgumentError(
+                    f"treat got {part.name} twice, as {parts[part.name]!r} and as {part!r}; give it once, with all of "
+                    "its options."
+                )
+            parts.setdefault(part.name, part)
+    return tuple(sorted(parts.values(), key=lambda part: canonical_order(part.name)))
+
+
 def _listed(spec: Any) -> list[str | Part]:
     pieces = list(spec) if isinstance(spec, Iterable) else [spec]
     for piece in pieces:
@@ -97,7 +116,7 @@ def _listed(spec: Any) -> list[str | Part]:
     return pieces
 
 
-def _from_text(text: str) -> list[Part]:
+def _from_text(text: str, defaults: Mapping[str, Mapping[str, Any]]) -> list[Part]:
     try:
         pieces = [piece for piece in split_outside(text, "+") if piece]
         choices = [parsed_choice(piece) for piece in pieces]
@@ -107,12 +126,12 @@ def _from_text(text: str) -> list[Part]:
         ) from None
     if [name.lower() for name, _ in choices] == ["none"]:
         return []
-    return [_made(name.lower(), texts) for name, texts in choices]
+    return [_made(name.lower(), texts, defaults.get(name.lower(), {})) for name, texts in choices]
 
 
-def _made(name: str, texts: dict[str, str]) -> Part:
+def _made(name: str, texts: dict[str, str], defaults: Mapping[str, Any]) -> Part:
     check_choice(name, TREATMENTS, "treatment", "treat")
-    part, options = TREATMENTS[name], dict[str, Any]()
+    part, options = TREATMENTS[name], dict(defaults)
     for option, text in texts.items():
         if option not in part._kinds:
             raise unknown_option(part, option)

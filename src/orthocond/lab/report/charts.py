@@ -4,17 +4,20 @@ A line is the median over the seeds, its band reaches from the lowest to the hig
 hairlines follow the lowest and highest value of any step, so no spike is thinned away.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from orthocond.lab.notes import declared, rate_notes
 from orthocond.lab.report.experiments import Experiment
 from orthocond.lab.report.folders import method_order
 from orthocond.lab.report.metrics import CONDITIONS, Metrics
 from orthocond.lab.report.rows import BASELINE
 from orthocond.lab.report.thin import Floats, Spread, spread
+from orthocond.treatments import Note
 
 __all__ = ["Chart", "Lines", "Style", "View", "charts_of", "styles_of"]
 
@@ -105,6 +108,8 @@ def charts_of(experiment: Experiment) -> list[Chart]:
     """Return the experiment's charts; views without a single value are left out, and so are charts without a view."""
     band = "Line: median over the seeds; band: lowest to highest seed."
     hair = f"{band} Hairlines: lowest and highest of any step."
+    seen = {name for run in experiment.metrics.values() for name in (*run.curves, *run.shares)}
+    notes = {name: note for name, note in declared().items() if name in seen}
     charts = [
         Chart(
             "conditioning",
@@ -123,15 +128,20 @@ def charts_of(experiment: Experiment) -> list[Chart]:
         Chart(
             "rates",
             "Learning rate of the Pre-SVD layer",
-            f"Methods with olr, and the schedule that the others follow. {hair} "
-            "Switch: share of the steps that took eta* instead of the scheduled rate.",
+            f"Methods that change it, and the schedule that the others follow. {hair}",
             "step",
             [
                 _over_steps(
                     experiment, "pre_svd_lr", "learning rate", "learning rate", is_log=True, methods=_rated(experiment)
-                ),
-                _switch(experiment),
+                )
             ],
+        ),
+        Chart(
+            "notes",
+            "What the treatments did",
+            " ".join(f"{name.replace('_', ' ').capitalize()}: {note.description}." for name, note in notes.items()),
+            "step",
+            [_noted(experiment, note) for note in notes.values()],
         ),
         Chart(
             "progress",
@@ -178,12 +188,18 @@ def _over_steps(
     return View(key, label, axis, is_log, experiment.bins.steps, _with_values(series))
 
 
-def _switch(experiment: Experiment) -> View:
-    def share(run: Metrics) -> Floats:
-        return 100 * run.switched
-
-    series = _with_values(_of(experiment, share))
-    return View("switched", "switch", "steps switched in %", False, experiment.bins.coarse.steps, series)
+def _noted(experiment: Experiment, note: Note) -> View:
+    """Return what treatments noted: of a flag the share of steps, of a number its course."""
+    label = note.name.replace("_", " ")
+    if note.kind == "flag":
+        coarse = experiment.bins.coarse
+        nothing = np.full(coarse.number, np.nan)
+        series = _with_values(_of(experiment, lambda run: 100 * run.shares.get(note.name, nothing)))
+        return View(note.name, label, f"steps {label} in %", False, coarse.steps, series)
+    methods = [m for m in experiment.methods if all(note.name in run.curves for run in experiment.of(m).values())]
+    view = _over_steps(experiment, note.name, label, label, methods=methods)
+    is_positive = all(np.nanmin(lines.floor) > 0 for lines in view.series.values())
+    return dataclasses.replace(view, is_log=is_positive)
 
 
 def _over_epochs(experiment: Experiment, key: str, label: str, axis: str, *, is_log: bool = False) -> View:
@@ -220,11 +236,11 @@ def _is_epoch(record: dict[str, object]) -> bool:
 
 
 def _rated(experiment: Experiment) -> list[str]:
-    """Return the methods whose learning rate is worth a line: those with olr, and one that shows the schedule."""
+    """Return the methods whose learning rate is worth a line: those that change it, and one that shows the schedule."""
     rated = [
         method
         for method in experiment.methods
-        if any(run.num_switched is not None for run in experiment.of(method).values())
+        if any(rate_notes() & set(run.counts) for run in experiment.of(method).values())
     ]
     others = [method for method in experiment.methods if method not in rated]
     schedule = [BASELINE] if BASELINE in others else others[:1]

@@ -104,7 +104,7 @@ def _flat(row: Row) -> dict[str, Any]:
         **{name: estimate.mean for name, estimate in row.conditions.items()},
         "rank": row.rank.mean,
         "failures": row.failures,
-        "switched": row.switched,
+        **row.shares,
         **{f"seconds_{name}": estimate.mean for name, estimate in row.seconds.items()},
         "overhead": row.overhead,
     }

@@ -3,6 +3,7 @@
 A folder is a run if it holds ``config.json``. What can't be read is named, never skipped in silence.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 from orthocond.errors import ArgumentError
 from orthocond.lab.checkpoints import CHECKPOINTS
 from orthocond.lab.files import read_object
+from orthocond.lab.methods import ALL, method
 from orthocond.lab.runs import is_alive, read_status
-from orthocond.treatments import canonical_order
 
 __all__ = ["Run", "canonical_method", "find_runs", "method_order"]
 
@@ -34,7 +35,10 @@ class Run:
     @property
     def method(self) -> str:
         """The method's name, its treatments in one order."""
-        return canonical_method(str(self.config.get("method") or "no method"))
+        parts = self.config.get("parts")
+        return canonical_method(
+            str(self.config.get("method") or "no method"), parts if isinstance(parts, str) else "none"
+        )
 
     @property
     def seed(self) -> str:
@@ -96,34 +100,29 @@ def find_runs(folders: Iterable[Path | str]) -> tuple[list[Run], list[str]]:
     return runs, problems
 
 
-def canonical_method(name: str) -> str:
-    """Return the method's name with its treatments in the paper's order, so that one method has one row.
+def canonical_method(name: str, parts: str = "none") -> str:
+    """Return the one spelling of a method, so that it has one row; a name that is no method stays as it is.
 
     Example:
-        >>> canonical_method("svd+olr+ow+nog")
-        'svd+nog+ow+olr'
+        >>> canonical_method("svd+olr+ow+nog"), canonical_method("mine")
+        ('svd+nog+ow+olr', 'mine')
     """
-    solver, *treatments = name.split("+")
-    return "+".join([solver, *sorted(dict.fromkeys(treatments), key=canonical_order)])
+    try:
+        return method(name, parts).name
+    except ArgumentError:
+        return name
 
 
 def method_order(name: str) -> tuple[Any, ...]:
-    """Return the key that sorts methods: bn, newton_schulz, svd, one treatment, then combinations.
+    """Return the key that sorts methods: bn, newton_schulz, svd, one treatment, then combinations, as in the tables.
 
     Example:
         >>> sorted(["svd+nog+ow", "svd", "svd+olr", "bn", "svd+sn"], key=method_order)
         ['bn', 'svd', 'svd+sn', 'svd+olr', 'svd+nog+ow']
     """
-    solver, *treatments = name.split("+")
-    first = {"bn": 0, "newton_schulz": 1, "svd": 2}.get(solver, 3)
-    return first, len(treatments), [_place(treatment) for treatment in treatments], name
-
-
-_IN_TABLES = ("sn", "ol", "ow", "nog", "olr", "gauge")
-
-
-def _place(name: str) -> tuple[int, str]:
-    return (_IN_TABLES.index(name) if name in _IN_TABLES else len(_IN_TABLES), name)
+    first = {"bn": 0, "newton_schulz": 1, "svd": 2}.get(name.partition("+")[0], 3)
+    plain = re.sub(r"\([^)]*\)", "", name)  # without options
+    return first, plain.count("+"), ALL.index(plain) if plain in ALL else len(ALL), name
 
 
 def _without_config(folder: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from orthocond.lab.notes import declared
 from orthocond.lab.records import Records, last_step, number, read_steps, read_times
 from orthocond.lab.report.thin import Floats, Spread, spread, thin
 
@@ -26,7 +27,7 @@ CONDITIONS = ("cond_support", "cond", "cond_eps")
 CURVES = (*CONDITIONS, "rank", "loss", "pre_svd_lr")
 """What is drawn over the steps."""
 
-_NUMBERS = ("step", *CURVES, "failures", "switched")
+_NUMBERS = ("step", *CURVES, "failures")
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,12 @@ class Metrics:
     records: Records
     """What could be read, without the steps."""
     curves: dict[str, Spread]
-    """The thinned curves of `CURVES`."""
-    switched: Floats
-    """The share of steps in each coarse bin in which the learning rate was switched to eta*; NaN without ``olr``."""
+    """The thinned curves of `CURVES`, and of the numbers that treatments noted."""
+    shares: dict[str, Floats]
+    """For each flag that a treatment noted, the share of steps in each coarse bin in which it was set."""
     num_steps: int
-    num_switched: int | None
-    """``None`` without ``olr``."""
+    counts: dict[str, int]
+    """For each of them the number of steps in which it was set."""
     failures: int
     at_end: dict[str, float]
     """The median over the last tenth of the steps, of `CONDITIONS` and ``rank``; NaN where there is none."""
@@ -96,29 +97,32 @@ def _stamp(folder: Path) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=1024)
 def _read(folder: Path, _: tuple[tuple[int, int], ...], bins: Bins) -> Metrics:
-    records = read_steps(folder, _NUMBERS)
+    notes = declared()
+    records = read_steps(folder, (*_NUMBERS, *notes))
     columns = records.steps
     steps = columns["step"].astype(np.int64)
-    switched = columns["switched"]
+    own = [name for name in notes if not np.isnan(columns[name]).all()]
+    flagged = [name for name in own if notes[name].kind == "flag"]
+    drawn = (*CURVES, *(name for name in own if name not in flagged))
     tail = steps > steps.max(initial=0) * 0.9
     at_end = {name: float(spread(columns[name][None, tail]).middle[0]) for name in (*CONDITIONS, "rank")}
     return Metrics(
         records=dataclasses.replace(records, steps={}),
-        curves={name: thin(steps, columns[name], width=bins.width, num_bins=bins.number) for name in CURVES},
-        switched=_share(steps, switched, bins.coarse),
+        curves={name: thin(steps, columns[name], width=bins.width, num_bins=bins.number) for name in drawn},
+        shares={name: _share(steps, columns[name], bins.coarse) for name in flagged},
         num_steps=len(steps),
-        num_switched=None if np.isnan(switched).all() else int(np.nansum(switched)),
+        counts={name: int(np.nansum(columns[name])) for name in flagged},
         failures=int(np.nansum(columns["failures"])),
         at_end=at_end,
         seconds=_seconds(folder),
     )
 
 
-def _share(steps: Any, switched: Floats, bins: Bins) -> Floats:
+def _share(steps: Any, flag: Floats, bins: Bins) -> Floats:
     index = (steps - 1) // bins.width
-    inside = (index >= 0) & (index < bins.number) & ~np.isnan(switched)
+    inside = (index >= 0) & (index < bins.number) & ~np.isnan(flag)
     counts = np.bincount(index[inside], minlength=bins.number)
-    sums = np.bincount(index[inside], weights=switched[inside], minlength=bins.number)
+    sums = np.bincount(index[inside], weights=flag[inside], minlength=bins.number)
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from orthocond.lab.notes import flags
 from orthocond.lab.report.experiments import Experiment
 from orthocond.lab.report.metrics import CONDITIONS, Metrics
 from orthocond.lab.report.statistics import Difference, holm, paired_difference
@@ -73,8 +74,8 @@ class Row:
     rank: Estimate
     failures: int
     """Of the solver, in all runs."""
-    switched: float
-    """The share of all steps in which ``olr`` switched the learning rate; NaN without ``olr``."""
+    shares: Mapping[str, float]
+    """For each flag that a treatment notes the share of all steps in which it was set; NaN for the other methods."""
     seconds: Mapping[str, Estimate]
     """Of a step, and of it ``forward``, ``backward``, ``update``."""
     overhead: float
@@ -99,8 +100,6 @@ def rows_of(experiment: Experiment) -> list[Row]:
     rows = []
     for method, difference, p in zip(methods, differences, corrected, strict=True):
         runs, finished = experiment.of(method), experiment.finished(method)
-        olr = [run for run in runs.values() if run.num_switched is not None]
-        switched = sum(run.num_switched or 0 for run in olr) / max(1, sum(run.num_steps for run in olr))
         seconds = _seconds(runs)
         rows.append(
             Row(
@@ -120,12 +119,17 @@ def rows_of(experiment: Experiment) -> list[Row]:
                 conditions={name: _geometric(run.at_end[name] for run in finished.values()) for name in CONDITIONS},
                 rank=Estimate.of(run.at_end["rank"] for run in finished.values()),
                 failures=sum(run.failures for run in runs.values()),
-                switched=switched if olr else math.nan,
+                shares={name: _share(runs, name) for name in flags()},
                 seconds=seconds,
                 overhead=seconds["step"].mean / base - 1 if base > 0 else math.nan,
             )
         )
     return rows
+
+
+def _share(runs: Mapping[str, Metrics], flag: str) -> float:
+    noted = [run for run in runs.values() if flag in run.counts]
+    return sum(run.counts[flag] for run in noted) / max(1, sum(run.num_steps for run in noted)) if noted else math.nan
 
 
 def _last(runs: Mapping[str, Metrics], name: str) -> dict[str, float]:

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from orthocond.lab.notes import declared, flags
 from orthocond.lab.report import text
 from orthocond.lab.report.experiments import Experiment
 from orthocond.lab.report.rows import BASELINE, VERDICTS, Row
@@ -67,16 +68,19 @@ def error_table(experiment: Experiment, rows: list[Row]) -> Table:
 def time_table(rows: list[Row]) -> Table:
     """Return the time of a step: Table 6 of the paper."""
     names = ("step", "forward", "backward", "update")
-    header = ["method", *[f"{name} ms" for name in names], f"overhead to {BASELINE}", "steps switched by olr"]
+    shown = [flag for flag in flags() if any(math.isfinite(row.shares[flag]) for row in rows)]
+    header = ["method", *[f"{name} ms" for name in names], f"overhead to {BASELINE}", *(f"steps {f}" for f in shown)]
     lines = []
     for row in rows:
         step, *parts = (row.seconds[name] for name in names)
         cells = [text.milliseconds(step.mean, step.std), *[text.milliseconds(part.mean) for part in parts]]
         overhead = text.MISSING if row.method == BASELINE else text.percent(row.overhead, "+")
-        lines.append([Cell(value) for value in (row.method, *cells, overhead, text.percent(row.switched))])
+        shares = [text.percent(row.shares[flag]) for flag in shown]
+        lines.append([Cell(value) for value in (row.method, *cells, overhead, *shares)])
     caption = (
         "Milliseconds of a training step, without validation: median of each run, mean ± standard deviation over the "
         "runs. Runs that shared a machine with others are slower for it."
+        + "".join(f" Steps {flag}: {declared()[flag].description}." for flag in shown)
     )
     return Table("times", caption, header, lines)
 
