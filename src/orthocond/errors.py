@@ -120,8 +120,8 @@ class OrthocondWarning(UserWarning):
     """
 
 
-def check_floating(A: object, caller: str) -> None:
-    """Raise `DtypeError` unless ``A`` is a tensor, real and floating.
+def check_floating(A: object, caller: str, *, allow_complex: bool = False) -> None:
+    """Raise `DtypeError` unless ``A`` is a tensor, real and floating, or complex where that is allowed.
 
     Example:
         >>> try:
@@ -134,25 +134,26 @@ def check_floating(A: object, caller: str) -> None:
         kind = type(A)
         name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
         raise DtypeError(f"{caller} expected a tensor, got {name}; convert it, e.g. torch.as_tensor(A).")
-    if not A.is_floating_point():
-        raise DtypeError(f"{caller} expected a real floating tensor, got {A.dtype}; convert it, e.g. A.float().")
+    if not A.is_floating_point() and not (allow_complex and A.is_complex()):
+        kinds = "floating or complex" if allow_complex else "real floating"
+        raise DtypeError(f"{caller} expected a {kinds} tensor, got {A.dtype}; convert it, e.g. A.float().")
 
 
-def check_matrix(A: Tensor, caller: str) -> None:
-    """Raise unless ``A`` is a real floating tensor ``(..., m, n)``.
+def check_matrix(A: Tensor, caller: str, *, allow_complex: bool = False) -> None:
+    """Raise unless ``A`` is a real floating tensor ``(..., m, n)``, or complex where that is allowed.
 
     Example:
         >>> check_matrix(torch.ones(5, 2, 3), "my_function")
     """
-    check_floating(A, caller)
+    check_floating(A, caller, allow_complex=allow_complex)
     if A.ndim < 2:
         raise ArgumentError(
             f"{caller} expected matrices (..., m, n), got {tuple(A.shape)}; flatten the rest, e.g. A.flatten(1)."
         )
 
 
-def check_square(A: Tensor, caller: str) -> None:
-    """Raise unless ``A`` is a real floating tensor ``(..., n, n)``.
+def check_square(A: Tensor, caller: str, *, allow_complex: bool = False) -> None:
+    """Raise unless ``A`` is a real floating tensor ``(..., n, n)``, or complex where that is allowed.
 
     Example:
         >>> try:
@@ -161,7 +162,7 @@ def check_square(A: Tensor, caller: str) -> None:
         ...     print(error)
         my_function expected square matrices (..., n, n), got (3, 4); pass a covariance, e.g. covariance(X).
     """
-    check_floating(A, caller)
+    check_floating(A, caller, allow_complex=allow_complex)
     if A.ndim < 2 or A.shape[-1] != A.shape[-2]:
         raise ArgumentError(
             f"{caller} expected square matrices (..., n, n), got {tuple(A.shape)}; "

@@ -149,7 +149,7 @@ def test_huge_finite_input_is_not_mistaken_for_infinity():
         ),
         (torch.ones(3), {}, ArgumentError, r"got \(3,\)"),
         (torch.ones(2, 2, dtype=torch.long), {}, DtypeError, "torch.int64; convert it"),
-        (torch.ones(2, 2, dtype=torch.complex64), {}, DtypeError, "torch.complex64"),
+        (torch.ones(2, 2, dtype=torch.bool), {}, DtypeError, "floating or complex tensor, got torch.bool"),
         (torch.eye(2), {"eps": -1.0}, ArgumentError, "finite number eps >= 0, got eps=-1.0"),
         (torch.eye(2), {"eps": float("nan")}, ArgumentError, "eps=nan"),
         (torch.eye(2), {"rtol": -1e-3}, ArgumentError, "rtol=-0.001"),

@@ -1,4 +1,4 @@
-"""Functions of tensors: spectral functions of a covariance, the nearest orthogonal matrix, covariance and spectrum.
+"""Functions of tensors: spectral functions of a covariance, nearest orthogonal matrices, distances, spectra.
 
 The same promises hold for all of them: options are keyword-only and have the same names everywhere, batch
 dimensions are arbitrary, dtype and device are kept, the input is never changed, and each matrix of a batch is
@@ -7,6 +7,7 @@ independent of its neighbours, forward and backward.
 
 from orthocond.linalg._covariance import covariance
 from orthocond.linalg._decompose import solver_failures
+from orthocond.linalg._distances import bures_distance, frechet_distance, gaussian_frechet_distance
 from orthocond.linalg._functions import FUNCTIONS
 from orthocond.linalg._gradients import GRADIENTS
 from orthocond.linalg._polar import POLAR_SOLVERS, nearest_orthogonal
@@ -23,7 +24,10 @@ __all__ = [
     "SOLVERS",
     "Alignment",
     "Spectrum",
+    "bures_distance",
     "covariance",
+    "frechet_distance",
+    "gaussian_frechet_distance",
     "matrix_exph",
     "matrix_functionh",
     "matrix_inv_sqrth",

@@ -13,7 +13,7 @@ __all__ = ["covariance"]
 
 
 def covariance(X: Tensor, *, dim: int = -1) -> Tensor:
-    r"""Return the covariance of the samples along ``dim``.
+    r"""Return the covariance of the samples along ``dim``; for complex samples the Hermitian one, ``X J X^H``.
 
     .. math:: P = X J X^T, \quad J = \tfrac{1}{N} (I - \tfrac{1}{N} 1 1^T)
 
@@ -41,7 +41,7 @@ def covariance(X: Tensor, *, dim: int = -1) -> Tensor:
         tensor([[1., 2.],
                 [2., 4.]])
     """
-    check_matrix(X, "covariance")
+    check_matrix(X, "covariance", allow_complex=True)
     if not -X.ndim <= dim < X.ndim:
         raise ArgumentError(f"covariance got dim={dim} for X of shape {tuple(X.shape)}; pass the samples' dimension.")
     num_samples = X.shape[dim]
@@ -61,7 +61,7 @@ class _Covariance(torch.autograd.Function):
     @staticmethod
     def forward(X: Tensor) -> Tensor:
         centred = _centred(X)
-        return (centred @ centred.mT).div_(X.shape[-1])
+        return (centred @ centred.mH).div_(X.shape[-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -72,14 +72,14 @@ class _Covariance(torch.autograd.Function):
     def backward(ctx: Any, G: Tensor) -> Tensor:
         (X,) = ctx.saved_tensors
         with autocast_off(X.device):
-            to_X: Tensor = (G + G.mT) / X.shape[-1] @ _centred(X)
+            to_X: Tensor = (G + G.mH) / X.shape[-1] @ _centred(X)
             return to_X
 
     @staticmethod
     def jvp(ctx: Any, direction: Tensor) -> Tensor:
         (X,) = ctx.saved_tensors
-        half: Tensor = _centred(direction) @ _centred(X).mT / X.shape[-1]
-        return half + half.mT
+        half: Tensor = _centred(direction) @ _centred(X).mH / X.shape[-1]
+        return half + half.mH
 
 
 def _centred(X: Tensor) -> Tensor:

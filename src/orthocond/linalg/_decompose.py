@@ -5,7 +5,7 @@ the others keep their results, and the one that fails is tried in float64, with 
 trace, and by the SVD. Every attempt that fails is counted.
 """
 
-import math
+import cmath
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -70,7 +70,7 @@ def _decompose(A: Tensor, method: str) -> tuple[Tensor, Tensor]:
     check_finite(A)
     if A.device.type == "mps":  # it has neither the decomposition nor float64
         eigenvalues, eigenvectors = _decompose(widen(A), method)
-        return eigenvalues.to(A), eigenvectors.to(A)
+        return eigenvalues.to(A.device, A.dtype.to_real()), eigenvectors.to(A)
     try:
         return DECOMPOSITIONS[method](A)
     except LinAlgError:
@@ -90,13 +90,13 @@ def _decompose_op(A: Tensor, method: str) -> tuple[Tensor, Tensor]:
 
 @_decompose_op.register_fake
 def _(A: Tensor, method: str) -> tuple[Tensor, Tensor]:
-    return A.new_empty(A.shape[:-1]), A.new_empty(A.shape)
+    return A.new_empty(A.shape[:-1], dtype=A.dtype.to_real()), A.new_empty(A.shape)
 
 
 def _by_svd(A: Tensor) -> tuple[Tensor, Tensor]:
     # A symmetric matrix has u_i = sign(l_i) v_i; below rounding the sign means nothing, and neither does l_i.
     left, singular_values, right = torch.linalg.svd(A)
-    signs = torch.linalg.vecdot(left, right.mT, dim=-2).sign()
+    signs = torch.linalg.vecdot(left, right.mH, dim=-2).real.sign()
     eigenvalues, order = (singular_values * signs).sort(-1)
     return eigenvalues, left.gather(-1, order.unsqueeze(-2).expand_as(left))
 
@@ -116,7 +116,7 @@ def _attempts(A: Tensor, method: str) -> Iterator[tuple[str, str, Decomposition]
 
 def _in_float64(A: Tensor, decomposition: Decomposition) -> tuple[Tensor, Tensor]:
     eigenvalues, eigenvectors = decomposition(widen(A))
-    return eigenvalues.to(A), eigenvectors.to(A)
+    return eigenvalues.to(A.device, A.dtype.to_real()), eigenvectors.to(A)
 
 
 def _with_jitter(A: Tensor, decomposition: Decomposition) -> tuple[Tensor, Tensor]:
@@ -163,14 +163,14 @@ def svd(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             )
             return U, singular_values, Vh
     count_failure("svd")
-    eigenvalues, U = decompose(A @ A.mT, "eigh")
+    eigenvalues, U = decompose(A @ A.mH, "eigh")
     singular_values, U = eigenvalues.flip(-1).clamp(min=0).sqrt(), U.flip(-1)
-    return U, singular_values, U.mT @ A / torch.where(singular_values > 0, singular_values, 1.0).unsqueeze(-1)
+    return U, singular_values, U.mH @ A / torch.where(singular_values > 0, singular_values, 1.0).unsqueeze(-1)
 
 
 def check_finite(A: Tensor) -> None:
     """Raise `NonFiniteError` with the place where ``A`` ``(..., m, n)`` holds NaN or infinity."""
-    if math.isfinite(A.sum().item()):  # one cheap pass; a sum that overflows only sends us on
+    if cmath.isfinite(A.sum().item()):  # one cheap pass; a sum that overflows only sends us on
         return
     finite = torch.isfinite(A)
     if finite.all():

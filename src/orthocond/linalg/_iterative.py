@@ -55,7 +55,7 @@ def iterative_roots(
 
 def _is_above(A: Tensor, floor: Tensor, eps: float) -> Tensor:
     """Return ``(..., 1, 1)`` whether matrices exceed their noise, or ``eps`` does."""
-    norm: Tensor = torch.linalg.matrix_norm(A.detach().to(floor))
+    norm: Tensor = torch.linalg.matrix_norm(A.detach().abs().to(floor))
     return ((norm > floor) | (floor <= eps)).unsqueeze(-1).unsqueeze(-1)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orthocond._core.applying import applied, with_forward_mode
 from orthocond._core.overriding import overridable
 from orthocond._core.precision import at_least_float32, autocast_off, lift, narrow, widen
 from orthocond._core.registry import Entry, frozen, resolve
@@ -44,7 +45,7 @@ def nearest_orthogonal(A: Tensor, *, solver: str = "gram", rtol: float | None = 
     (relevant for float64 input alone) have none.
 
     Args:
-        A: matrices ``(..., m, n)``, tall or wide.
+        A: matrices ``(..., m, n)``, tall or wide, real or complex (then the nearest unitary ones).
         solver: one of `POLAR_SOLVERS`.
         rtol: singular values at or below ``rtol`` times the largest count as zero. ``None`` means
             ``max(m, n) * finfo(A.dtype).eps`` (of float32 for the half types), as in `torch.linalg.matrix_rank`.
@@ -54,7 +55,7 @@ def nearest_orthogonal(A: Tensor, *, solver: str = "gram", rtol: float | None = 
 
     Raises:
         ArgumentError: a wrong shape, an unknown solver, a negative ``rtol``.
-        DtypeError: ``A`` is not real and floating.
+        DtypeError: ``A`` is neither floating nor complex.
         NonFiniteError: a matrix holds NaN or infinity.
         SolverError: no decomposition converged, retries included.
 
@@ -66,7 +67,7 @@ def nearest_orthogonal(A: Tensor, *, solver: str = "gram", rtol: float | None = 
         tensor([[ 0.,  1.],
                 [-1.,  0.]])
     """
-    check_matrix(A, "nearest_orthogonal")
+    check_matrix(A, "nearest_orthogonal", allow_complex=True)
     entry, options = resolve(POLAR_SOLVERS, solver, "solver", "nearest_orthogonal")
     if rtol is not None:
         check_nonnegative(rtol, "rtol", "nearest_orthogonal")
@@ -82,7 +83,7 @@ def nearest_orthogonal(A: Tensor, *, solver: str = "gram", rtol: float | None = 
     with autocast_off(A.device):
         wide = A if A.shape[-2] <= A.shape[-1] else A.mT
         scale = power_of_two_scale(wide)  # the scale does not matter
-        R = narrow(_Polar.apply(lift(wide, scale), entry.name, rtol, tuple(options.items())), A)
+        R = narrow(applied(_Polar, lift(wide, scale), entry.name, rtol, tuple(options.items())), A)
     return R if A.shape[-2] <= A.shape[-1] else R.mT
 
 
@@ -91,12 +92,13 @@ def power_of_two_scale(A: Tensor) -> Tensor:
 
     Powers of two cost no rounding. The scale of a zero matrix is 1.
     """
-    dtype = at_least_float32(A.dtype)
+    dtype = at_least_float32(A.dtype).to_real()
     largest = A.detach().abs().amax((-2, -1), keepdim=True).to(dtype)
     bound = 1020.0 if dtype == torch.float64 else 125.0
     return torch.exp2(-torch.where(largest > 0, largest, 1.0).log2().floor().clamp(-bound, bound))
 
 
+@with_forward_mode
 class _Polar(torch.autograd.Function):
     """``A -> U V^T`` for wide ``A``; the gradient is that of ``(A A^T)^(-1/2) A``, whatever the solver."""
 
@@ -111,20 +113,34 @@ class _Polar(torch.autograd.Function):
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
         A, _, ctx.rtol, _ = inputs
         ctx.save_for_backward(A)
+        ctx.save_for_forward(A)
 
     @staticmethod
     def backward(ctx: Context, G: Tensor) -> tuple[Tensor, None, None, None]:
         (A,) = ctx.saved_tensors
         with autocast_off(A.device):
             wide, G = widen(A), widen(G)
-            rtol = max(ctx.rtol**2, A.shape[-2] * torch.finfo(wide.dtype).eps)
-            S, to_gram = eigen_vjp(wide @ wide.mT, INV_SQRT, G @ wide.mT, rtol=rtol)
+            S, to_gram = _inverse_root_and_slope(wide, G, ctx.rtol)
             return narrow(S @ G + 2 * to_gram @ wide, A), None, None, None
+
+    @staticmethod
+    def tangent(ctx: Context, saved: tuple[Tensor], direction: Tensor, *_: None) -> Tensor:
+        (A,) = saved
+        with autocast_off(A.device):
+            wide, direction = widen(A), widen(direction)
+            S, along_gram = _inverse_root_and_slope(wide, direction, ctx.rtol)
+            return narrow(S @ direction + 2 * along_gram @ wide, A)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], A: Tensor, *options: Any) -> tuple[Tensor, int]:
         assert in_dims[0] is not None
-        return _Polar.apply(A.movedim(in_dims[0], 0), *options), 0
+        return applied(_Polar, A.movedim(in_dims[0], 0), *options), 0
+
+
+def _inverse_root_and_slope(A: Tensor, direction: Tensor, rtol: float) -> tuple[Tensor, Tensor]:
+    """Return ``(A A^H)^(-1/2)`` and its derivative along half of ``direction A^H + A direction^H``."""
+    rtol = max(rtol**2, A.shape[-2] * torch.finfo(A.dtype).eps)
+    return eigen_vjp(A @ A.mH, INV_SQRT, direction @ A.mH, rtol=rtol)
 
 
 def _polar(A: Tensor, solver: str, rtol: float, options: list[float]) -> Tensor:
@@ -148,13 +164,13 @@ def _(A: Tensor, solver: str, rtol: float, options: list[float]) -> Tensor:
 def _by_gram(A: Tensor, rtol: float) -> Tensor:
     wide = widen(A)
     unit = torch.finfo(wide.dtype).eps
-    eigenvalues, U = decompose(wide @ wide.mT, "eigh")
+    eigenvalues, U = decompose(wide @ wide.mH, "eigh")
     largest = eigenvalues[..., -1:]
     kept = eigenvalues > rtol**2 * largest
     scale = torch.where(kept, eigenvalues, 1.0).rsqrt() * kept
-    R = ((U * scale.unsqueeze(-2)) @ U.mT) @ wide
+    R = ((U * scale.unsqueeze(-2)) @ U.mH) @ wide
     # Too small to be accurate, or so small that the Gram matrix can't tell whether it is to be kept.
-    uncertain = eigenvalues < largest * (unit / _GRAM_TOLERANCE[A.dtype])
+    uncertain = eigenvalues < largest * (unit / _GRAM_TOLERANCE[A.dtype.to_real()])
     noise = A.shape[-2] * unit
     inaccurate = ((uncertain & kept) | (eigenvalues <= noise * largest) & (rtol**2 < noise)).any(-1) & (
         largest[..., 0] > 0
@@ -178,7 +194,7 @@ def _by_newton_schulz(A: Tensor, rtol: float, iterations: float) -> Tensor:
     norm = torch.linalg.matrix_norm(A, keepdim=True)
     X = A / torch.where(norm > 0, norm, 1.0)
     for _ in range(int(iterations)):
-        gram = X @ X.mT
+        gram = X @ X.mH
         X = 1.875 * X + (0.375 * (gram @ gram) - 1.25 * gram) @ X
     return X
 

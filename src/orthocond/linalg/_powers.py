@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from orthocond.errors import ArgumentError
+from orthocond.errors import ArgumentError, check_square
 from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen
 from orthocond.linalg._roots import spectral
 
@@ -57,6 +57,7 @@ def matrix_powerh(
                 [0.0000, 1.0000, 0.0000],
                 [0.0000, 0.0000, 0.0000]])
     """
+    check_square(A, "matrix_powerh", allow_complex=True)
     if not isinstance(exponent, float | int) or not math.isfinite(exponent):
         raise ArgumentError(
             f"matrix_powerh expected a finite number as exponent, got {exponent!r}; pass e.g. exponent=-0.25. It has "
@@ -194,6 +195,7 @@ def matrix_functionh(
         tensor([[0.0000, 0.7616],
                 [0.7616, 0.0000]])
     """
+    check_square(A, "matrix_functionh", allow_complex=True)
     for name, each in (("function", function), ("derivative", derivative)):
         if not callable(each):
             raise ArgumentError(f"matrix_functionh expected {name} to be callable, got {each!r}; pass e.g. torch.tanh.")

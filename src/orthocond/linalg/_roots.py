@@ -45,8 +45,9 @@ def matrix_sqrth(
     has no derivative at a singular matrix; there, null directions get none (see ``rtol``).
 
     Args:
-        A: matrices ``(..., n, n)``. The symmetric part ``(A + A^T) / 2`` is what counts. Eigenvalues below
-            zero are taken for rounding noise: they count down to ``-eps / 2``, or are dropped.
+        A: matrices ``(..., n, n)``, real or complex. The symmetric or Hermitian part ``(A + A^H) / 2`` is what
+            counts. Eigenvalues below zero are taken for rounding noise: they count down to ``-eps / 2``, or are
+            dropped.
         solver: one of `SOLVERS`.
         gradient: one of `GRADIENTS`, for the solvers by eigenvalues.
         eps: added to the eigenvalues.
@@ -60,7 +61,7 @@ def matrix_sqrth(
 
     Raises:
         ArgumentError: a wrong shape, an unknown choice, a negative ``eps`` or ``rtol``.
-        DtypeError: ``A`` is not real and floating.
+        DtypeError: ``A`` is neither floating nor complex.
         NonFiniteError: a matrix holds NaN or infinity.
         SolverError: no decomposition converged, retries included.
 
@@ -138,7 +139,7 @@ def spectral(
     or below it are dropped, unless ``eps`` is as large. A solver without eigenvalues drops matrices that are nothing
     but noise.
     """
-    check_square(A, caller)
+    check_square(A, caller, allow_complex=True)
     check_nonnegative(eps, "eps", caller)
     if rtol is not None:
         check_nonnegative(rtol, "rtol", caller)

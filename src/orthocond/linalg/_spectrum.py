@@ -54,7 +54,7 @@ def spectrum(A: Tensor, *, eps: float = 0.0, rtol: float | None = None) -> Spect
     *Gradient:* none; the result is for looking at.
 
     Args:
-        A: matrices ``(..., n, n)``; the symmetric part counts.
+        A: matrices ``(..., n, n)``, real or complex; the symmetric or Hermitian part counts.
         eps: for ``cond_eps`` alone.
         rtol: for ``rank`` and ``cond_support``; ``None`` means ``n * finfo(A.dtype).eps``, whatever ``eps`` is.
 
@@ -71,13 +71,13 @@ def spectrum(A: Tensor, *, eps: float = 0.0, rtol: float | None = None) -> Spect
         >>> s.gap.item(), spectrum(torch.eye(3)).gap.item()
         (0.25, 0.0)
     """
-    check_square(A, "spectrum")
+    check_square(A, "spectrum", allow_complex=True)
     check_nonnegative(eps, "eps", "spectrum")
     if rtol is not None:
         check_nonnegative(rtol, "rtol", "spectrum")
     eigenvalues, _ = decompose(symmetric(widen(A.detach())), "eigh")
     found = spectrum_of(eigenvalues, eps=eps, rtol=default_rtol(A, rtol))
-    dtype = at_least_float32(A.dtype)  # a condition number is easily too large for a half type
+    dtype = at_least_float32(A.dtype).to_real()  # a condition number is easily too large for a half type
     return Spectrum(*(part.to(A.device, dtype if part.is_floating_point() else None) for part in found))
 
 

@@ -55,9 +55,9 @@ class MetaLayer(nn.Module):
         except NonFiniteError as error:
             raise NonFiniteError(f"{name}({self.extra_repr()}): {error}") from None
 
-    def _check_options(self) -> None:
+    def _check_options(self, functions: tuple[str, ...] = ("sqrt",)) -> None:
         """Raise for a wrong combination of options now, not in training."""
-        self._root(torch.eye(1, dtype=torch.float64), ("sqrt",))
+        self._root(torch.eye(1, dtype=torch.float64), functions)
 
     def _keep_spectrum(self, covariance: Tensor, eigenvalues: Tensor | None) -> None:
         """Keep the eigenvalues, given in ascending order, or for want of them the covariance."""

@@ -12,9 +12,9 @@ __all__ = ["CovariancePool2d"]
 
 
 class CovariancePool2d(MetaLayer):
-    r"""Pools images to the square root of the covariance of their channels.
+    r"""Pools images to the square root, or another function, of the covariance of their channels.
 
-    .. math:: Q = (X J X^T + \epsilon I)^{1/2}, \quad X \in \mathbb{R}^{C \times HW}
+    .. math:: Q = f(X J X^T + \epsilon I), \quad X \in \mathbb{R}^{C \times HW}, \quad f(x) = x^{1/2}
 
     The descriptor of the classifier in place of average pooling: it holds how the channels vary together.
 
@@ -22,6 +22,8 @@ class CovariancePool2d(MetaLayer):
     singular: its null space maps to zero, in the gradient too.
 
     Args:
+        function: one of `orthocond.linalg.FUNCTIONS`: ``"sqrt"``, ``"log"`` for log-Euclidean pooling, or
+            ``"power(exponent=0.3)"`` for power normalisation.
         vectorize: return the upper triangle ``(B, C (C + 1) / 2)`` instead of the matrices ``(B, C, C)``.
         eps: added to the eigenvalues.
         rtol: eigenvalues at or below ``rtol`` times the largest are dropped; ``None`` as in `matrix_sqrth`.
@@ -35,18 +37,22 @@ class CovariancePool2d(MetaLayer):
         NonFiniteError: the features hold NaN or infinity.
 
     Reference:
-        Li et al., Is second-order information helpful for large-scale visual recognition?, ICCV 2017; Song, Sebe, Wang
-        2022, eqs. 2 and 4 and appendix B.2.
+        Li et al., Is second-order information helpful for large-scale visual recognition?, ICCV 2017; Huang and Van
+        Gool, A Riemannian network for SPD matrix learning, AAAI 2017 (log); Song, Sebe, Wang 2022, eqs. 2 and 4 and
+        appendix B.2.
 
     Example:
         >>> import torch
         >>> CovariancePool2d()(torch.randn(2, 8, 5, 5)).shape
         torch.Size([2, 36])
+        >>> CovariancePool2d(function="log", vectorize=False)(torch.randn(2, 8, 5, 5)).shape
+        torch.Size([2, 8, 8])
     """
 
     def __init__(
         self,
         *,
+        function: str = "sqrt",
         vectorize: bool = True,
         eps: float = 0.0,
         rtol: float | None = None,
@@ -54,8 +60,9 @@ class CovariancePool2d(MetaLayer):
         gradient: str = "exact",
     ) -> None:
         super().__init__()
+        self.function = function
         self.vectorize, self.eps, self.rtol, self.solver, self.gradient = vectorize, eps, rtol, solver, gradient
-        self._check_options()
+        self._check_options((function,))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the descriptors of ``x`` ``(B, C, H, W)``."""
@@ -63,7 +70,7 @@ class CovariancePool2d(MetaLayer):
         if x.ndim != 4:
             raise ArgumentError(f"CovariancePool2d expected input (B, C, H, W), got {tuple(x.shape)}; pass features.")
         P = covariance(lift(x.flatten(2)))  # a half type would overflow where its features don't
-        (Q,), eigenvalues = self._root(P, ("sqrt",))
+        (Q,), eigenvalues = self._root(P, (self.function,))
         self._keep_spectrum(P, eigenvalues)
         Q = narrow(Q, x)
         if not self.vectorize:
@@ -74,4 +81,5 @@ class CovariancePool2d(MetaLayer):
 
     def extra_repr(self) -> str:
         """Return the options."""
-        return f"vectorize={self.vectorize}, {super().extra_repr()}"
+        function = "" if self.function == "sqrt" else f"function={self.function!r}, "
+        return f"{function}vectorize={self.vectorize}, {super().extra_repr()}"
