@@ -63,7 +63,7 @@ def test_the_default_folder_is_named_by_what_is_run(tmp_path, monkeypatch, comma
     ("arguments", "message"),
     [
         (["dbn-digit"], "choose one of dbn-digits, .* Did you mean 'dbn-digits'"),
-        (["dbn-digits", "--method", "svd+nogg"], "Did you mean 'svd\\+nog'"),
+        (["dbn-digits", "--method", "svd+nogg"], "the method 'svd\\+nogg' .* Did you mean 'nog'"),
         (["dbn-digits", "--learning-rate", "fast"], "learning_rate takes a number, got 'fast'"),
         (["dbn-cifar10", "--data", "/nowhere"], "there is no folder /nowhere with data"),
         (["dbn-cifar10", "--data", "."], "neither parquet files nor image folders"),

@@ -78,10 +78,10 @@ def until(is_so, seconds: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def visible_lines(browser: "webdriver.Chrome", chart: int = 0) -> list[str]:
+def visible_lines(browser: "webdriver.Chrome", chart: str = "conditioning") -> list[str]:
     """Return the names of the lines that a section's chart shows."""
     script = """
-        const plot = document.querySelectorAll("#section-0 figure[data-kind=curves] .plot")[arguments[0]];
+        const plot = document.querySelector(`#section-0 figure[data-chart="${arguments[0]}"] .plot`);
         return plot.data.filter((trace) => trace.name && trace.visible !== false).map((trace) => trace.name);"""
     return browser.execute_script(script, chart)
 
@@ -107,7 +107,7 @@ def test_a_legend_entry_hides_and_shows_a_method_in_every_chart(browser, page):
     entry = browser.find_element(By.CSS_SELECTOR, '#section-0 .legend button[data-method="svd+nog"]')
     entry.click()
     assert entry.get_attribute("aria-pressed") == "false"
-    for chart in (0, 1, 3):
+    for chart in ("conditioning", "rank", "progress"):
         until(lambda chart=chart: "svd+nog" not in visible_lines(browser, chart))
         assert "svd" in visible_lines(browser, chart)
     entry.click()
@@ -120,10 +120,10 @@ def test_a_legend_entry_hides_and_shows_a_method_in_every_chart(browser, page):
 def test_the_condition_numbers_definition_can_be_chosen(browser, page):
     load(browser, page)
     script = """
-        const plot = document.querySelector('#section-0 figure[data-chart="0"] .plot');
+        const plot = document.querySelector('#section-0 figure[data-chart="conditioning"] .plot');
         return plot.data.find((trace) => trace.name === "svd").y;"""
     seen = [browser.execute_script(script)]
-    buttons = browser.find_elements(By.CSS_SELECTOR, '#section-0 figure[data-chart="0"] .views button')
+    buttons = browser.find_elements(By.CSS_SELECTOR, '#section-0 figure[data-chart="conditioning"] .views button')
     assert [button.text for button in buttons] == ["on the support", "raw", "with eps"]
     for button in buttons[1:]:
         browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
@@ -136,7 +136,7 @@ def test_the_condition_numbers_definition_can_be_chosen(browser, page):
 
 def test_hovering_shows_values(browser, page):
     load(browser, page)
-    plot = browser.find_element(By.CSS_SELECTOR, '#section-0 figure[data-chart="0"] .plot')
+    plot = browser.find_element(By.CSS_SELECTOR, '#section-0 figure[data-chart="conditioning"] .plot')
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", plot)
     webdriver.ActionChains(browser).move_to_element(plot).perform()
     until(lambda: "svd+nog+ow+olr" in plot.text and " to " in plot.text)

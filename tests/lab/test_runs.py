@@ -62,7 +62,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, dama
         file = tmp_path / "checkpoint.pt"
         data = bytearray(file.read_bytes())
         if damage == "flipped bit":
-            data[len(data) // 2] ^= 1
+            data[data.index(torch.full((100,), 2.0).numpy().tobytes()) + 40] ^= 1
         file.write_bytes({"flipped bit": data, "cut": data[:-100], "empty": b"", "other": b"x" * len(data)}[damage])
         assert folder.load_checkpoint()["step"] == 1
         (warning,) = folder.warnings
@@ -70,6 +70,26 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, dama
         folder.save_checkpoint(state(3))  # a damaged one must not take the place of the good one
         assert torch.load(tmp_path / "checkpoint.previous.pt", weights_only=True)["step"] == 1
         assert folder.load_checkpoint()["step"] == 3
+
+
+def test_a_flipped_bit_anywhere_in_a_checkpoint_is_noticed_or_without_effect(tmp_path):
+    """The archive's checksums cover what is loaded; between its parts there are bytes that nobody reads."""
+    with begun(tmp_path) as folder:
+        folder.save_checkpoint(state(2))
+        file = tmp_path / "checkpoint.pt"
+        data, number_unnoticed = file.read_bytes(), 0
+        for position in range(0, len(data), 23):
+            damaged = bytearray(data)
+            damaged[position] ^= 1 << position % 8
+            file.write_bytes(damaged)
+            loaded = folder.load_checkpoint()
+            if loaded is not None:
+                number_unnoticed += 1
+                assert torch.equal(loaded.pop("model")["weight"], state(2)["model"]["weight"])
+                assert torch.equal(loaded.pop("totals"), torch.zeros(4))
+                assert loaded == {name: value for name, value in state(2).items() if name in loaded}
+        assert len(folder.warnings) + number_unnoticed == len(range(0, len(data), 23))
+        assert folder.warnings
 
 
 def test_dying_again_and_again_in_the_middle_of_a_checkpoint_loses_none(tmp_path, monkeypatch):

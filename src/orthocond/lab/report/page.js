@@ -160,7 +160,7 @@
         const div = figure.querySelector(".plot");
         let make = () => (figure.dataset.kind === "errors" ? errors : times)(section, hidden);
         if (figure.dataset.kind === "curves") {
-          const chart = section.charts[Number(figure.dataset.chart)];
+          const chart = section.charts.find((one) => one.key === figure.dataset.chart);
           let chosen = 0;
           make = () => curves(chart.views[chosen], hidden, chart.xAxis);
           const buttons = [...figure.querySelectorAll(".views button")];
