@@ -63,7 +63,7 @@ class DtypeError(OrthocondError, TypeError):
         ...     covariance(torch.ones(2, 3, dtype=torch.long))
         ... except TypeError as error:
         ...     print(error)
-        covariance expected a real floating tensor, got torch.int64; convert it, e.g. A.float().
+        covariance expected a floating or complex tensor, got torch.int64; convert it, e.g. A.float().
     """
 
 

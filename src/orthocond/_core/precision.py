@@ -8,10 +8,11 @@ from torch import Tensor
 
 from orthocond._core.applying import applied, with_forward_mode
 
-__all__ = ["at_least_float32", "autocast_off", "finite", "lift", "narrow", "widen"]
+__all__ = ["at_least_float32", "autocast_off", "finite", "lift", "narrow", "real_dtype", "widen"]
 
 
 _NOTHING = nullcontext()
+_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def widen(A: Tensor) -> Tensor:
@@ -42,6 +43,14 @@ def finite(A: Tensor) -> Tensor:
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """Return ``dtype``, with the half types lifted to float32."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the parts of a complex number, and a real ``dtype`` itself.
+
+    It is `torch.dtype.to_real`, which `torch.compile` can't trace.
+    """
+    return _REAL.get(dtype, dtype)
 
 
 def lift(A: Tensor, scale: Tensor | None = None) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # documented, missing from the stubs
 
-from orthocond._core.precision import widen
+from orthocond._core.precision import real_dtype, widen
 from orthocond.errors import NonFiniteError, SolverError
 from orthocond.linalg._threads import eigh
 
@@ -70,7 +70,7 @@ def _decompose(A: Tensor, method: str) -> tuple[Tensor, Tensor]:
     check_finite(A)
     if A.device.type == "mps":  # it has neither the decomposition nor float64
         eigenvalues, eigenvectors = _decompose(widen(A), method)
-        return eigenvalues.to(A.device, A.dtype.to_real()), eigenvectors.to(A)
+        return eigenvalues.to(A.device, real_dtype(A.dtype)), eigenvectors.to(A)
     try:
         return DECOMPOSITIONS[method](A)
     except LinAlgError:
@@ -90,7 +90,7 @@ def _decompose_op(A: Tensor, method: str) -> tuple[Tensor, Tensor]:
 
 @_decompose_op.register_fake
 def _(A: Tensor, method: str) -> tuple[Tensor, Tensor]:
-    return A.new_empty(A.shape[:-1], dtype=A.dtype.to_real()), A.new_empty(A.shape)
+    return A.new_empty(A.shape[:-1], dtype=real_dtype(A.dtype)), A.new_empty(A.shape)
 
 
 def _by_svd(A: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ def _attempts(A: Tensor, method: str) -> Iterator[tuple[str, str, Decomposition]
 
 def _in_float64(A: Tensor, decomposition: Decomposition) -> tuple[Tensor, Tensor]:
     eigenvalues, eigenvectors = decomposition(widen(A))
-    return eigenvalues.to(A.device, A.dtype.to_real()), eigenvectors.to(A)
+    return eigenvalues.to(A.device, real_dtype(A.dtype)), eigenvectors.to(A)
 
 
 def _with_jitter(A: Tensor, decomposition: Decomposition) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from orthocond._core.applying import applied, with_forward_mode
 from orthocond._core.overriding import overridable
-from orthocond._core.precision import at_least_float32, autocast_off, lift, narrow, widen
+from orthocond._core.precision import at_least_float32, autocast_off, lift, narrow, real_dtype, widen
 from orthocond._core.registry import Entry, frozen, resolve
 from orthocond.errors import ArgumentError, check_matrix, check_nonnegative
 from orthocond.linalg._decompose import check_finite, decompose, svd
@@ -92,7 +92,7 @@ def power_of_two_scale(A: Tensor) -> Tensor:
 
     Powers of two cost no rounding. The scale of a zero matrix is 1.
     """
-    dtype = at_least_float32(A.dtype).to_real()
+    dtype = real_dtype(at_least_float32(A.dtype))
     largest = A.detach().abs().amax((-2, -1), keepdim=True).to(dtype)
     bound = 1020.0 if dtype == torch.float64 else 125.0
     return torch.exp2(-torch.where(largest > 0, largest, 1.0).log2().floor().clamp(-bound, bound))
@@ -170,7 +170,7 @@ def _by_gram(A: Tensor, rtol: float) -> Tensor:
     scale = torch.where(kept, eigenvalues, 1.0).rsqrt() * kept
     R = ((U * scale.unsqueeze(-2)) @ U.mH) @ wide
     # Too small to be accurate, or so small that the Gram matrix can't tell whether it is to be kept.
-    uncertain = eigenvalues < largest * (unit / _GRAM_TOLERANCE[A.dtype.to_real()])
+    uncertain = eigenvalues < largest * (unit / _GRAM_TOLERANCE[real_dtype(A.dtype)])
     noise = A.shape[-2] * unit
     inaccurate = ((uncertain & kept) | (eigenvalues <= noise * largest) & (rtol**2 < noise)).any(-1) & (
         largest[..., 0] > 0

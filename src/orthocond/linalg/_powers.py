@@ -52,6 +52,7 @@ def matrix_powerh(
         Higham, Functions of Matrices, 2008, chapter 7.
 
     Example:
+        >>> import torch
         >>> matrix_powerh(torch.diag(torch.tensor([16.0, 1.0, 0.0])), -0.25)
         tensor([[0.5000, 0.0000, 0.0000],
                 [0.0000, 1.0000, 0.0000],
@@ -91,16 +92,17 @@ def matrix_logh(
         The logarithms ``(..., n, n)``, in the dtype and on the device of ``A``.
 
     Raises:
-        As `matrix_sqrth`.
+        ArgumentError: as in `matrix_sqrth`, and so are the other exceptions.
 
     Reference:
         Arsigny et al., Log-Euclidean metrics for fast and simple calculus on diffusion tensors, 2006.
 
     Example:
-        >>> matrix_logh(torch.diag(torch.tensor([1.0, torch.e, 0.0])))
-        tensor([[0., 0., 0.],
-                [0., 1., 0.],
-                [0., 0., 0.]])
+        >>> import torch
+        >>> matrix_logh(torch.diag(torch.tensor([1.0, 4.0, 0.0])))
+        tensor([[0.0000, 0.0000, 0.0000],
+                [0.0000, 1.3863, 0.0000],
+                [0.0000, 0.0000, 0.0000]])
     """
     (logarithm,), _ = spectral("matrix_logh", A, ("log",), solver=solver, gradient=gradient, eps=eps, rtol=rtol)
     return logarithm
@@ -134,6 +136,7 @@ def matrix_exph(
         Higham, Functions of Matrices, 2008, chapter 10.
 
     Example:
+        >>> import torch
         >>> A = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
         >>> torch.allclose(matrix_exph(A), torch.linalg.matrix_exp(A))
         True
@@ -189,6 +192,7 @@ def matrix_functionh(
         Higham, Functions of Matrices, 2008, theorem 3.11.
 
     Example:
+        >>> import torch
         >>> A = torch.tensor([[0.0, 1.0], [1.0, 0.0]], requires_grad=True)
         >>> T = matrix_functionh(A, torch.tanh, lambda x: 1 - torch.tanh(x) ** 2)
         >>> T.detach()

@@ -85,7 +85,7 @@ def top_eigenvector(A: Tensor, *, largest: bool = True) -> Tensor:
         Unit vectors ``(..., n)``, in the dtype and on the device of ``A``.
 
     Raises:
-        As `spectral_projector`.
+        ArgumentError: a wrong shape, or a matrix of 0x0; else as in `spectral_projector`.
 
     Example:
         The smallest eigenvector of ``X^T X`` is the direction in which the rows of ``X`` vary the least:

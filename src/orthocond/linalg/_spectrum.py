@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from orthocond._core.precision import at_least_float32, widen
+from orthocond._core.precision import at_least_float32, real_dtype, widen
 from orthocond.errors import check_nonnegative, check_square
 from orthocond.linalg._decompose import decompose
 from orthocond.linalg._differences import shifted
@@ -77,7 +77,7 @@ def spectrum(A: Tensor, *, eps: float = 0.0, rtol: float | None = None) -> Spect
         check_nonnegative(rtol, "rtol", "spectrum")
     eigenvalues, _ = decompose(symmetric(widen(A.detach())), "eigh")
     found = spectrum_of(eigenvalues, eps=eps, rtol=default_rtol(A, rtol))
-    dtype = at_least_float32(A.dtype).to_real()  # a condition number is easily too large for a half type
+    dtype = real_dtype(at_least_float32(A.dtype))  # a condition number is easily too large for a half type
     return Spectrum(*(part.to(A.device, dtype if part.is_floating_point() else None) for part in found))
 
 
