@@ -18,8 +18,8 @@ from torch import nn
 
 from orthocond.lab.config import Config, changed
 from orthocond.lab.data import Data, Part, load_data
+from orthocond.lab.network import network
 from orthocond.lab.runs import RunFolder, read_config
-from orthocond.lab.train import network
 from orthocond.nn import renew_statistics
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from orthocond.lab.config import changed, from_toml
 from orthocond.lab.data import Part, load_data
 from orthocond.lab.models import build
 from orthocond.lab.presets import preset
-from orthocond.lab.train import learning_rate_factor
+from orthocond.lab.state import learning_rate_factor
 from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm2d
 
 PLACES = {"16 channels": 16, "64 channels": 64, "pooling": 16}

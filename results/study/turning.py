@@ -16,8 +16,9 @@ from records import HERE, write
 
 from orthocond.lab.config import Config, changed, from_toml
 from orthocond.lab.data import Data, Part, load_data
+from orthocond.lab.network import network
 from orthocond.lab.presets import preset
-from orthocond.lab.train import learning_rate_factor, network
+from orthocond.lab.state import learning_rate_factor
 
 WAYS = {"svd": ("svd", "input"), "gauge, metric weight": ("svd+gauge", "weight"), "gauge": ("svd+gauge", "input")}
 BANDS = {"1 to 4": (0, 4), "5 to 8": (4, 8), "9 to 12": (8, 12), "13 to 16": (12, 16)}

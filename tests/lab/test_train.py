@@ -19,7 +19,8 @@ from orthocond.lab.methods import ALL, method_list
 from orthocond.lab.presets import preset
 from orthocond.lab.records import read_records
 from orthocond.lab.runs import DivergedError, RunError, read_status
-from orthocond.lab.train import learning_rate_factor, train
+from orthocond.lab.state import learning_rate_factor
+from orthocond.lab.train import train
 
 from killing import differences, finish, killed_and_resumed, start
 

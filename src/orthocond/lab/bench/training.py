@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from orthocond.lab.config import Config, changed
 from orthocond.lab.data import Part, load_data
 from orthocond.lab.display import Silent
+from orthocond.lab.network import network
 from orthocond.lab.presets import preset
-from orthocond.lab.train import network, train
+from orthocond.lab.train import train
 
 __all__ = ["main"]
 

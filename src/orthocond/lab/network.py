@@ -1,0 +1,50 @@
+"""The network of a configuration, with the treatment on its Pre-SVD layer."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from orthocond import treat
+from orthocond.errors import OrthocondWarning
+from orthocond.lab.config import Config
+from orthocond.lab.data import Data, Part
+from orthocond.lab.methods import method
+from orthocond.lab.models import build
+from orthocond.treatments import Treatment
+
+__all__ = ["network"]
+
+
+def network(config: Config, data: Data, *, sync: bool) -> tuple[nn.Module, Treatment | None]:
+    """Return the network of a configuration, and the treatment on its Pre-SVD layer, if it has one."""
+    chosen = method(config.method, config.parts)
+    options: dict[str, Any] = {}
+    if chosen.solver is not None:
+        options = {"solver": chosen.solver}
+        # What Newton-Schulz iterates on has no eigenvalues to drop, nor to make a rule of.
+        names = ("eps", "rtol", "gradient") if chosen.solver == "eigh" else ("eps",)
+        options |= {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+        if config.meta == "dbn":
+            options["sync"] = sync
+    with_meta = chosen.solver is not None
+    model = build(
+        config.model,
+        channels=data.channels,
+        num_classes=config.num_classes,
+        small_images=config.small_images,
+        stem="dbn" if with_meta and config.meta == "dbn" else "bn",
+        head="covariance" if with_meta and config.meta == "gcp" else "average",
+        width=config.width,
+        reduction=config.reduction,
+        **options,
+    )
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # a stub that lacks it
+    if chosen.treatment == "none":
+        return model, None
+    images, _ = next(iter(data.val_batches(Part(), torch.device("cpu"))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OrthocondWarning)  # a combination that was asked for by its name
+        return model, treat(model, "auto", chosen.treatment, example_input=images[:2])
