@@ -294,7 +294,7 @@ def test_figures_are_png_and_svg(tmp_path, command_line):
     result = command_line("report", sweep, "-o", tmp_path / "report.html", "--figures", tmp_path / "figures")
     assert result.returncode == 0, result.stderr
     names = {path.name for path in (tmp_path / "figures").iterdir()}
-    for view in ("cond", "cond_support", "cond_eps", "rank", "pre_svd_lr", "switched", "val_error", "loss"):
+    for view in ("cond", "cond_support", "cond_eps", "pre_svd_lr", "switched", "val_error", "loss", "loss_smoothed"):
         assert f"1-dbn-digits-{view}.png" in names
         assert f"1-dbn-digits-{view}.svg" in names
     assert (tmp_path / "figures/1-dbn-digits-cond.png").read_bytes().startswith(b"\x89PNG")

@@ -154,6 +154,45 @@ def test_it_fits_a_phone(browser, page, scheme):
     assert browser.get_log("browser") == []
 
 
+def test_on_a_phone_the_condition_number_is_visible_without_scrolling(browser, page):
+    load(browser, page, width=420)
+    script = """
+        return [...document.querySelectorAll("table.errors")].map((table) => {
+          const at = [...table.querySelectorAll("thead th")].findIndex((cell) => cell.textContent === "cond");
+          return Math.max(...[...table.rows].map((row) => row.cells[at].getBoundingClientRect().right));
+        });"""
+    edges = browser.execute_script(script)
+    assert len(edges) == 2
+    assert max(edges) <= 420
+
+
+def test_the_chart_of_errors_zooms_and_unzooms(browser, page):
+    load(browser, page)
+    script = """
+        const plot = document.querySelector('#section-0 figure[data-chart="progress"] .plot');
+        return plot._fullLayout.yaxis.range;"""
+    zoomed = browser.execute_script(script)
+    button = browser.find_element(By.CSS_SELECTOR, '#section-0 figure[data-chart="progress"] [data-zoom="false"]')
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
+    button.click()
+    until(lambda: browser.execute_script(script)[1] > 1.5 * zoomed[1])
+    assert button.get_attribute("aria-pressed") == "true"
+
+
+def test_no_mark_has_a_method_s_colour_and_svd_is_named_as_the_baseline(browser, page):
+    load(browser, page)
+    script = """
+        const colours = Object.values(JSON.parse(document.getElementById("data").textContent).styles);
+        const rgb = (hex) => `rgb(${[1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)).join(", ")})`;
+        const own = new Set(colours.filter((style) => style.dash === "solid").map((style) => rgb(style.light)));
+        own.delete(getComputedStyle(document.body).color);
+        return [...document.querySelectorAll(".best, .best sup, .verdict")]
+          .filter((mark) => own.has(getComputedStyle(mark).color)).map((mark) => mark.textContent);"""
+    assert browser.execute_script(script) == []
+    marked = browser.find_elements(By.CSS_SELECTOR, "table.errors .tag")
+    assert [tag.find_element(By.XPATH, "..").text.split() for tag in marked] == [["svd", "baseline"]] * 2
+
+
 def test_the_theme_follows_the_system_until_it_is_chosen(browser, page):
     background = "return getComputedStyle(document.body).backgroundColor"
     load(browser, page, scheme="light")
@@ -178,8 +217,8 @@ def test_a_hostile_name_is_shown_as_text(browser, page):
     assert browser.title != "owned"
     assert browser.execute_script("return document.querySelectorAll('main b').length") == 0
     section = browser.find_element(By.ID, "section-1")
-    row = section.find_elements(By.CSS_SELECTOR, "table.errors tbody th")[-1]
-    assert row.text == HOSTILE
+    rows = section.find_elements(By.CSS_SELECTOR, "table.errors tbody th")
+    assert HOSTILE in [row.text for row in rows]
     script = """
         const labels = document.querySelectorAll("#section-1 figure[data-kind=errors] .ytick text");
         return [...labels].map((label) => label.textContent);"""

@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from orthocond.errors import ArgumentError
 from orthocond.lab.report import read_report, write_report
+from orthocond.lab.report.charts import charts_of
 from orthocond.lab.report.statistics import holm, paired_difference, t_quantile, t_two_sided
+from orthocond.lab.report.tables import error_table
 
 from synthetic_runs import ALL_METHODS, make_run, make_sweep
 
@@ -134,15 +137,91 @@ def test_csv_and_json_hold_every_digit(sweep, tmp_path):
     assert len(content["experiments"][0]["runs"]) == 4 * len(ALL_METHODS)
 
 
-def test_markdown_and_latex_mark_the_best_four(sweep, tmp_path):
-    markdown = write_report([sweep], tmp_path / "report.md", format="md").read_text()
-    latex = write_report([sweep], tmp_path / "report.tex", format="latex").read_text()
+def test_markdown_and_latex_mark_the_best_four_as_the_paper_does(sweep, tmp_path):
+    markdown = write_report([sweep], tmp_path / "report.md", format="md", marks="paper").read_text()
+    latex = write_report([sweep], tmp_path / "report.tex", format="latex", marks="paper").read_text()
     (section,) = read_report([sweep]).sections
     best = next(row for row in section.rows if row.place_mean == 1)
     assert f"**{best.error.mean:.2f} ± {best.error.std:.2f}** ¹" in markdown
     red = rf"\textbf{{\textcolor{{red}}{{{best.error.mean:.2f} $\pm$ {best.error.std:.2f}}}}}"
     assert red in latex
     assert latex.count(r"\textcolor{cyan}") == 2  # mean and min
+
+
+def with_errors(folder, **errors):
+    """A sweep whose methods have these last validation errors, by seed."""
+    for method, values in errors.items():
+        for seed, value in enumerate(values):
+            run = make_run(folder / method / f"seed-{seed}", method, seed)
+            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            lines[-1]["val_error"] = value
+            (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_the_best_are_marked_only_where_a_difference_is_beyond_the_noise(tmp_path):
+    alike = with_errors(tmp_path / "alike", bn=[4.0, 4.4, 4.1], svd=[4.2, 4.1, 4.3], newton_schulz=[4.3, 4.0, 4.4])
+    (section,) = read_report([alike]).sections
+    assert not any(row.is_best for row in section.rows)
+    table = error_table(section.experiment, section.rows)
+    assert "No method is marked" in table.caption
+    assert "differs from svd by more than the noise" in section.message[0]
+    differ = with_errors(tmp_path / "differ", bn=[4.0, 4.4, 4.1], svd=[4.1, 4.3, 4.2], newton_schulz=[7.0, 7.5, 7.1])
+    (section,) = read_report([differ]).sections
+    assert {row.method: row.is_best for row in section.rows} == {"bn": True, "svd": True, "newton_schulz": False}
+    assert "newton_schulz is worse than svd" in " ".join(section.message)
+    cells = {row[0].text: row[1] for row in error_table(section.experiment, section.rows).rows}
+    assert [cells[method].is_best for method in ("bn", "svd", "newton_schulz")] == [True, True, False]
+    assert all(cell.place is None for cell in cells.values())
+    assert "**4.17 ± 0.21**" in write_report([differ], tmp_path / "report.md", format="md").read_text()
+    assert r"\textcolor" not in write_report([differ], tmp_path / "report.tex", format="latex").read_text()
+    with pytest.raises(ArgumentError, match="Did you mean 'paper'"):
+        write_report([differ], tmp_path / "report.md", format="md", marks="papers")
+
+
+def test_the_lowest_error_is_in_the_first_row(sweep):
+    make_run(sweep / "unfinished", "svd+sn+olr", 0, state="failed")
+    try:
+        (section,) = read_report([sweep]).sections
+        table = error_table(section.experiment, section.rows)
+        means = {row.method: row.error.mean for row in section.rows}
+        shown = [means[row[0].text] for row in table.rows]
+        assert shown[:-1] == sorted(shown[:-1])
+        assert table.rows[-1][0].text == "svd+sn+olr"
+    finally:
+        shutil.rmtree(sweep / "unfinished")
+
+
+def test_a_quantity_that_never_changes_is_a_sentence(tmp_path):
+    run = make_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {"rank": 9} if line["kind"] == "step" else {}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (section,) = read_report([tmp_path]).sections
+    charts = {chart.key: chart for chart in charts_of(section.experiment)}
+    assert charts["rank"].views == []
+    assert charts["rank"].sentences == ["Rank: 9 at every step, for svd."]
+    assert charts["conditioning"].sentences == []
+
+
+def test_the_chart_of_errors_opens_where_methods_differ(sweep):
+    (section,) = read_report([sweep]).sections
+    progress = next(chart for chart in charts_of(section.experiment) if chart.key == "progress")
+    view = progress.views[0]
+    (first, last), (low, high) = view.zoom
+    late = np.concatenate([np.concatenate([lines.low[-3:], lines.high[-3:]]) for lines in view.series.values()])
+    assert low < late.min() < late.max() < high
+    assert high < 0.6 * max(lines.high.max() for lines in view.series.values())
+    assert 1 <= first < last == view.x[-1]
+
+
+def test_losses_are_smoothed_and_the_raw_ones_are_there(sweep):
+    (section,) = read_report([sweep]).sections
+    smoothed, raw = next(chart for chart in charts_of(section.experiment) if chart.key == "loss").views
+    for method, lines in smoothed.series.items():
+        assert np.abs(np.diff(lines.middle)).mean() < 0.5 * np.abs(np.diff(raw.series[method].middle)).mean()
+        np.testing.assert_allclose(lines.middle.mean(), raw.series[method].middle.mean(), rtol=0.1)
 
 
 def test_pooling_shows_top_5(tmp_path):

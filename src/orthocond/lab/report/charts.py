@@ -1,12 +1,13 @@
 """The curves of an experiment as data, which the page and the figures draw alike.
 
 A line is the median over the seeds, its band reaches from the lowest to the highest seed. Where steps were thinned, two
-hairlines follow the lowest and highest value of any step, so no spike is thinned away.
+hairlines follow the lowest and highest value of any step, so no spike is thinned away. What never changes is a
+sentence, not a chart.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from orthocond.lab.report.experiments import Experiment
 from orthocond.lab.report.folders import method_order
 from orthocond.lab.report.metrics import CONDITIONS, Metrics
 from orthocond.lab.report.rows import BASELINE
-from orthocond.lab.report.thin import Floats, Spread, spread
+from orthocond.lab.report.thin import Floats, Spread, smooth, spread
 from orthocond.treatments import Note
 
 __all__ = ["Chart", "Lines", "Style", "View", "charts_of", "styles_of"]
@@ -43,17 +44,31 @@ class View:
     x: Floats
     series: dict[str, Lines]
     """By method."""
+    zoom: tuple[tuple[float, float], tuple[float, float]] | None = None
+    """The parts of both axes in which the methods differ, where that is a small part of the whole."""
+
+    @property
+    def constants(self) -> dict[str, float] | None:
+        """The value of each method if none of them ever changes, in any run; otherwise ``None``."""
+        values = {}
+        for method, lines in self.series.items():
+            known = np.unique([part for edge in (lines.floor, lines.peak) for part in edge[~np.isnan(edge)]])
+            if len(known) != 1 or np.count_nonzero(~np.isnan(lines.middle)) < 2:
+                return None
+            values[method] = float(known[0])
+        return values
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with one or several views to choose from."""
+    """A chart with one or several views to choose from, and a sentence for each quantity that never changes."""
 
     key: str
     title: str
     caption: str
     x_axis: str
     views: list[View]
+    sentences: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -82,6 +97,8 @@ _FIXED = {
     BASELINE: Style("#16181d", "#f3f4f6", "solid"),
 }
 
+_MANY_TIMES = 8  # from here on the lower of two errors is a flat line at the bottom of a linear axis
+
 _VIEWS = {"cond_support": "on the support", "cond": "raw", "cond_eps": "with eps"}
 _CAPTIONS = {
     "cond_support": "Ratio of the largest to the smallest eigenvalue that counts towards the rank.",
@@ -105,9 +122,10 @@ def styles_of(methods: Iterable[str]) -> dict[str, Style]:
 
 
 def charts_of(experiment: Experiment) -> list[Chart]:
-    """Return the experiment's charts; views without a single value are left out, and so are charts without a view."""
+    """Return the experiment's charts; quantities without a single value are left out, constant ones are sentences."""
     band = "Line: median over the seeds; band: lowest to highest seed."
     hair = f"{band} Hairlines: lowest and highest of any step."
+    window = max(2, experiment.bins.number // 25)
     seen = {name for run in experiment.metrics.values() for name in (*run.curves, *run.shares)}
     notes = {name: note for name, note in declared().items() if name in seen}
     charts = [
@@ -149,9 +167,13 @@ def charts_of(experiment: Experiment) -> list[Chart]:
             band,
             "epoch",
             [
-                _over_epochs(experiment, "val_error", "validation error", "error in %"),
-                _over_epochs(experiment, "train_error", "training error", "error in %"),
-                *([_over_epochs(experiment, "val_error5", "top-5", "error in %")] if experiment.is_pooling else []),
+                _zoomed(_over_epochs(experiment, "val_error", "validation error", "error in %")),
+                _zoomed(_over_epochs(experiment, "train_error", "training error", "error in %")),
+                *(
+                    [_zoomed(_over_epochs(experiment, "val_error5", "top-5", "error in %"))]
+                    if experiment.is_pooling
+                    else []
+                ),
                 _over_epochs(experiment, "val_loss", "validation loss", "loss", is_log=True),
                 _over_epochs(experiment, "train_loss", "training loss", "loss", is_log=True),
             ],
@@ -159,16 +181,73 @@ def charts_of(experiment: Experiment) -> list[Chart]:
         Chart(
             "loss",
             "Training loss of each step",
-            hair,
+            f"{hair} Smoothed: the running mean of each run over {window * experiment.bins.width} steps.",
             "step",
-            [_over_steps(experiment, "loss", "loss", "loss", is_log=True)],
+            [
+                _over_steps(experiment, "loss", "smoothed", "loss", is_log=True, window=window),
+                _over_steps(experiment, "loss", "each step", "loss", is_log=True),
+            ],
         ),
     ]
-    kept = [
-        Chart(chart.key, chart.title, chart.caption, chart.x_axis, [view for view in chart.views if view.series])
-        for chart in charts
-    ]
-    return [chart for chart in kept if chart.views]
+    return [chart for chart in map(_told, charts) if chart.views or chart.sentences]
+
+
+def _told(chart: Chart) -> Chart:
+    """Return a chart whose constant views are sentences, without those that have no value."""
+    sentences, views = [], []
+    for view in chart.views:
+        constants = view.constants
+        if view.series and constants is not None:
+            sentences.append(_sentence(view, constants, chart.x_axis))
+        elif view.series:
+            views.append(view)
+    return dataclasses.replace(chart, views=views, sentences=sentences)
+
+
+def _sentence(view: View, constants: dict[str, float], x_axis: str) -> str:
+    """Return what is to be said of a quantity that never changes.
+
+    A rank of 9 for every method reads ``Rank: 9 at every step, for every method.``
+    """
+    groups: dict[float, list[str]] = {}
+    for method, value in constants.items():
+        groups.setdefault(value, []).append(method)
+    name = view.label if view.label == view.axis or view.axis.startswith(view.label) else f"{view.axis} ({view.label})"
+    where = f"at every {x_axis}" if x_axis == "step" else f"in every {x_axis}"
+    if len(groups) == 1 and len(constants) > 1:
+        groups = {value: ["every method"] for value in groups}
+    told = [f"{_number(value)} {where}, for {', '.join(methods)}" for value, methods in groups.items()]
+    return f"{name[:1].upper()}{name[1:]}: {'; '.join(told)}."
+
+
+def _number(value: float) -> str:
+    return "infinite" if np.isinf(value) else f"{value:.4g}"
+
+
+def _zoomed(view: View) -> View:
+    """Return a view of errors that opens where methods differ: the range of the second half of the training.
+
+    Where one method's error is many times another's, the axis is logarithmic, so that none of them is a flat line.
+    """
+    half = len(view.x) // 2
+    if not view.series or half == 0:
+        return view
+    late = np.concatenate([part[half:] for lines in view.series.values() for part in (lines.low, lines.high)])
+    every = np.concatenate([lines.high for lines in view.series.values()])
+    late, every = late[np.isfinite(late)], every[np.isfinite(every)]
+    if not late.size:
+        return view
+    low, high = float(late.min()), float(late.max())
+    if low > 0 and high > _MANY_TIMES * low:
+        return dataclasses.replace(view, is_log=True)
+    if high - low > 0.5 * (float(every.max()) - low):
+        return view
+    margin = 0.06 * (high - low) or 0.5
+    inside = np.any([lines.middle <= high for lines in view.series.values()], axis=0)
+    first = max(0, int(np.argmax(inside)) - 1)
+    return dataclasses.replace(
+        view, zoom=((float(view.x[first]), float(view.x[-1])), (max(0.0, low - margin), high + margin))
+    )
 
 
 def _over_steps(
@@ -179,13 +258,19 @@ def _over_steps(
     *,
     is_log: bool = False,
     methods: list[str] | None = None,
+    window: int = 1,
 ) -> View:
+    """Return a quantity over the steps; the running mean of each run if the ``window`` is of several bins."""
     series = {}
     for method in experiment.methods if methods is None else methods:
         curves = [run.curves[key] for run in experiment.of(method).values()]
+        if window > 1:
+            series[method] = _whole(spread(np.stack([smooth(curve.middle, window) for curve in curves], axis=1)))
+            continue
         low, middle, high = (np.stack(parts, axis=1) for parts in zip(*curves, strict=True))
         series[method] = Lines(*spread(middle), spread(low).low, spread(high).high)
-    return View(key, label, axis, is_log, experiment.bins.steps, _with_values(series))
+    name = key if window == 1 else f"{key}_smoothed"
+    return View(name, label, axis, is_log, experiment.bins.steps, _with_values(series))
 
 
 def _noted(experiment: Experiment, note: Note) -> View:

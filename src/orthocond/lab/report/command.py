@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from orthocond.errors import ArgumentError
+from orthocond.lab.report.tables import MARKS
 from orthocond.lab.report.write import FORMATS, watch_report, write_report
 
 __all__ = ["report"]
@@ -20,6 +21,9 @@ def report(
     figures: Annotated[
         Path | None, typer.Option("--figures", help="Folder for the charts as PNG and SVG.", show_default=False)
     ] = None,
+    marks: Annotated[
+        str, typer.Option("--marks", help="; ".join(f"{name}: mark {what}" for name, what in MARKS.items()) + ".")
+    ] = "noise",
     watch: Annotated[
         bool, typer.Option("--watch", help="Write it anew while runs are going on, until Ctrl-C.")
     ] = False,
@@ -29,9 +33,9 @@ def report(
     if watch and (format != "html" or figures is not None):
         raise ArgumentError("report --watch writes the page alone; leave out --format and --figures.")
     if watch:
-        path = watch_report(runs, output, every=every, on_written=lambda path: typer.echo(f"Wrote {path}"))
+        path = watch_report(runs, output, every=every, marks=marks, on_written=lambda path: typer.echo(f"Wrote {path}"))
     else:
-        path = write_report(runs, output, format=format, figures=figures)
+        path = write_report(runs, output, format=format, figures=figures, marks=marks)
     typer.echo(f"Wrote {path}")
     if figures is not None:
         typer.echo(f"Wrote figures to {figures}")

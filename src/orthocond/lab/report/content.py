@@ -29,9 +29,11 @@ class Report:
     sections: list[Section]
     problems: list[str]
     written: str
+    marks: str = "noise"
+    """What the tables mark, one of `orthocond.lab.report.tables.MARKS`."""
 
 
-def read_report(folders: Iterable[Path | str]) -> Report:
+def read_report(folders: Iterable[Path | str], marks: str = "noise") -> Report:
     """Return the report on the runs in and below ``folders``.
 
     Raises:
@@ -42,4 +44,4 @@ def read_report(folders: Iterable[Path | str]) -> Report:
     for experiment in experiments_of(runs):
         rows = rows_of(experiment)
         sections.append(Section(experiment, rows, message_of(experiment, rows)))
-    return Report(sections, problems, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
+    return Report(sections, problems, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), marks)

@@ -91,6 +91,7 @@ def _flat(row: Row) -> dict[str, Any]:
         "error_min": row.error.min,
         "place_mean": row.place_mean,
         "place_min": row.place_min,
+        "is_best": row.is_best,
         "error5_mean": row.error5.mean,
         "error5_std": row.error5.std,
         "error5_min": row.error5.min,

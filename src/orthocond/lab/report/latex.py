@@ -35,7 +35,7 @@ def latex(report: Report) -> str:
     lines = [r"% needs \usepackage[T1]{fontenc}, \usepackage{booktabs}, \usepackage{xcolor}, \usepackage{graphicx}"]
     for number, section in enumerate(report.sections, start=1):
         title = section.experiment.title
-        for table in (error_table(section.experiment, section.rows), time_table(section.rows)):
+        for table in (error_table(section.experiment, section.rows, report.marks), time_table(section.rows)):
             remark = f" {TEST}" if table.key == "errors" else ""
             lines += _table(table, f"{title}. {table.caption}{remark}", f"tab:{table.key}-{number}")
     return "\n".join(lines) + "\n"
@@ -65,11 +65,10 @@ def _line(cells: list[Cell]) -> str:
 
 
 def _cell(cell: Cell) -> str:
-    return (
-        rf"\textbf{{\textcolor{{{_COLOURS[cell.place]}}}{{{_escaped(cell.text)}}}}}"
-        if cell.place
-        else _escaped(cell.text)
-    )
+    text = _escaped(cell.text)
+    if cell.place:
+        return rf"\textbf{{\textcolor{{{_COLOURS[cell.place]}}}{{{text}}}}}"
+    return rf"\textbf{{{text}}}" if cell.is_best else text
 
 
 def _escaped(value: str) -> str:

@@ -16,7 +16,7 @@ def markdown(report: Report) -> str:
     lines = ["# Report", ""]
     for section in report.sections:
         lines += [f"## {_escaped(section.experiment.title)}", "", _escaped(" ".join(section.message)), ""]
-        for table in (error_table(section.experiment, section.rows), time_table(section.rows)):
+        for table in (error_table(section.experiment, section.rows, report.marks), time_table(section.rows)):
             lines += [*_table(table), "", f"*{table.caption}*", ""]
         lines += [TEST, ""]
         lines += [f"- {_escaped(note)}" for note in section.experiment.notes]
@@ -35,7 +35,10 @@ def _table(table: Table) -> list[str]:
 
 
 def _cell(cell: Cell) -> str:
-    return _PLACES[cell.place].format(_escaped(cell.text)) if cell.place else _escaped(cell.text)
+    text = _escaped(cell.text)
+    if cell.place:
+        return _PLACES[cell.place].format(text)
+    return f"**{text}**" if cell.is_best else text
 
 
 def _escaped(value: str) -> str:

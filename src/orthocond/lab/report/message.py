@@ -10,17 +10,19 @@ __all__ = ["message_of"]
 
 
 def message_of(experiment: Experiment, rows: list[Row]) -> list[str]:
-    """Return the sentences that stand above an experiment's table."""
-    return [
-        sentence for sentence in (_error(rows), _noise(rows), _condition(rows), _progress(experiment, rows)) if sentence
-    ]
+    """Return the sentences that stand above an experiment's table; that nothing differs comes first where it is so."""
+    about_errors = [_error(rows), _noise(rows)]
+    if not any(row.verdict == "beyond" for row in rows):
+        about_errors.reverse()
+    sentences = [*about_errors, _condition(rows), _progress(experiment, rows)]
+    return [sentence for sentence in sentences if sentence]
 
 
 def _error(rows: list[Row]) -> str:
     known = [row for row in rows if row.place_mean == 1]
     if not known:
         return ""
-    best = " and ".join(row.method for row in known)
+    best = _listed([row.method for row in known])
     row = known[0]
     have = "have" if len(known) > 1 else "has"
     runs = f"{row.error.num} seeds" if row.error.num > 1 else "one seed"
@@ -49,14 +51,40 @@ def _noise(rows: list[Row]) -> str:
     known = [row for row in compared if row.verdict not in ("", "unknown")]
     if not known:
         return ""
-    beyond = [row.difference.mean for row in known if row.difference is not None and row.verdict == "beyond"]
+    beyond = {
+        row.method: row.difference.mean for row in known if row.difference is not None and row.verdict == "beyond"
+    }
     if not beyond:
         many = f"Corrected for {len(known)} comparisons, no" if len(known) > 1 else "No"
         return f"{many} method differs from {BASELINE} by more than the noise of the seeds."
-    better = sum(mean < 0 for mean in beyond)
-    counts = {"better": better, "worse": len(beyond) - better}
-    told = [f"{count} {'is' if count == 1 else 'are'} {what}" for what, count in counts.items() if count]
-    return f"Of the {len(known)} methods compared with {BASELINE}, {' and '.join(told)} beyond the noise."
+    groups = {
+        f"better than {BASELINE}": [method for method, mean in beyond.items() if mean < 0],
+        f"worse than {BASELINE}": [method for method, mean in beyond.items() if mean >= 0],
+    }
+    told = [
+        f"{_listed(methods)} {'is' if len(methods) == 1 else 'are'} {what}"
+        for what, methods in groups.items()
+        if methods
+    ]
+    others = len(known) - len(beyond)
+    rest = (
+        f" The other {others} can't be told from it."
+        if others > 1
+        else " The other one can't be told from it."
+        if others
+        else ""
+    )
+    return f"Beyond the noise of the seeds, {' and '.join(told)}.{rest}"
+
+
+def _listed(names: list[str]) -> str:
+    """Return names as a person lists them.
+
+    Example:
+        >>> _listed(["a", "b", "c"])
+        'a, b and c'
+    """
+    return " and ".join([*([", ".join(names[:-1])] if len(names) > 1 else []), names[-1]])
 
 
 def _condition(rows: list[Row]) -> str:

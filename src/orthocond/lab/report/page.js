@@ -47,7 +47,7 @@
   }
   const config = { responsive: true, displayModeBar: false, scrollZoom: false };
 
-  function curves(view, hidden, xAxis) {
+  function curves(view, hidden, xAxis, zoomed) {
     let ceiling = 0;
     for (const lines of Object.values(view.series))
       for (const value of lines.peak) if (typeof value === "number") ceiling = Math.max(ceiling, value);
@@ -89,8 +89,10 @@
       yanchor: "bottom", text: "▲ infinite", showarrow: false, font: { size: 11, color: variable("--soft") } }] : [];
     return [hairs.concat(bands, middles, marks), layout({
       hovermode: isNarrow() ? "closest" : "x unified", annotations,
-      xaxis: { title: { text: xAxis }, rangemode: "tozero", unifiedhovertitle: { text: `${xAxis} %{x}` } },
+      xaxis: { title: { text: xAxis }, rangemode: "tozero", ...(zoomed && view.zoom ? { range: view.zoom[0] } : { autorange: true }),
+        unifiedhovertitle: { text: `${xAxis} %{x}` } },
       yaxis: { title: { text: view.axis }, type: view.log ? "log" : "linear", exponentformat: "power", rangemode: "tozero",
+        ...(zoomed && view.zoom ? { range: view.zoom[1] } : { autorange: true }),
         dtick: view.log ? decades(view, ceiling) : undefined },
     })];
   }
@@ -103,10 +105,10 @@
     return span > 3 ? Math.max(1, Math.ceil(span / 8)) : "D2";
   }
 
-  const listed = (section, hidden) => section.methods.filter((method) => !hidden.has(method)).reverse();
+  const listed = (methods, hidden) => methods.filter((method) => !hidden.has(method)).reverse();
 
   function errors(section, hidden) {
-    const methods = listed(section, hidden).filter((method) => section.means[method] !== null);
+    const methods = listed(section.byError, hidden).filter((method) => section.means[method] !== null);
     const dots = methods.map((method) => ({ type: "scatter", mode: "markers", name: text(method),
       x: Object.values(section.errors[method]), y: Object.keys(section.errors[method]).map(() => text(method)),
       customdata: Object.keys(section.errors[method]).map((seed) => text(seed)),
@@ -116,14 +118,17 @@
       marker: { symbol: "line-ns", size: 18, line: { width: 2.5, color: variable("--ink") } },
       hovertemplate: "mean %{x:.2f} %<extra></extra>" };
     const base = section.means[section.baseline];
+    const values = methods.flatMap((method) => Object.values(section.errors[method])).filter((value) => typeof value === "number");
+    const wide = Math.min(...values) > 0 && Math.max(...values) > 8 * Math.min(...values); // as in charts.py
     const shapes = typeof base === "number" ? [{ type: "line", x0: base, x1: base, y0: 0, y1: 1, yref: "paper", layer: "below",
       line: { color: variable("--soft"), width: 1, dash: "dot" } }] : [];
     return [methods.length ? [...dots, means] : [], layout({ hovermode: "closest", shapes, height: 90 + 26 * Math.max(1, methods.length),
-      xaxis: { title: { text: "validation error in %" } }, yaxis: { type: "category", categoryarray: methods.map(text), showgrid: false, range: [-.6, methods.length - .4] } })];
+      xaxis: { title: { text: "validation error in %" }, type: wide ? "log" : "linear", dtick: wide ? "D2" : undefined },
+      yaxis: { type: "category", categoryarray: methods.map(text), showgrid: false, range: [-.6, methods.length - .4] } })];
   }
 
   function times(section, hidden) {
-    const methods = listed(section, hidden).filter((method) => section.seconds[method].step !== null);
+    const methods = listed(section.methods, hidden).filter((method) => section.seconds[method].step !== null);
     const shades = isDark() ? ["#6fb0f2", "#3f74ab", "#27466a", "#3a3f48"] : ["#1f4f86", "#5b8fc7", "#a9c6e6", "#d9dce2"];
     const phases = ["forward", "backward", "update"];
     const value = (method, phase) => section.seconds[method][phase] || 0;
@@ -161,14 +166,20 @@
         let make = () => (figure.dataset.kind === "errors" ? errors : times)(section, hidden);
         if (figure.dataset.kind === "curves") {
           const chart = section.charts.find((one) => one.key === figure.dataset.chart);
-          let chosen = 0;
-          make = () => curves(chart.views[chosen], hidden, chart.xAxis);
-          const buttons = [...figure.querySelectorAll(".views button")];
-          for (const button of buttons) button.addEventListener("click", () => {
-            chosen = Number(button.dataset.view);
-            for (const other of buttons) other.setAttribute("aria-pressed", String(other === button));
-            draw(plot);
-          });
+          const zoom = figure.querySelector(".zoom");
+          let chosen = 0, zoomed = true;
+          make = () => {
+            if (zoom) zoom.hidden = !chart.views[chosen].zoom;
+            return curves(chart.views[chosen], hidden, chart.xAxis, zoomed);
+          };
+          for (const group of figure.querySelectorAll(".views")) {
+            const buttons = [...group.querySelectorAll("button")];
+            for (const button of buttons) button.addEventListener("click", () => {
+              if (button.dataset.zoom) zoomed = button.dataset.zoom === "true"; else chosen = Number(button.dataset.view);
+              for (const other of buttons) other.setAttribute("aria-pressed", String(other === button));
+              draw(plot);
+            });
+          }
         }
         const plot = { div, make };
         own.push(plot);

@@ -19,7 +19,14 @@ from orthocond.lab.report.charts import Chart, charts_of, styles_of
 from orthocond.lab.report.content import Report, Section
 from orthocond.lab.report.rows import BASELINE
 from orthocond.lab.report.statistics import TEST
-from orthocond.lab.report.tables import config_table, environment_table, error_table, run_table, time_table
+from orthocond.lab.report.tables import (
+    by_error,
+    config_table,
+    environment_table,
+    error_table,
+    run_table,
+    time_table,
+)
 from orthocond.lab.report.thin import Floats
 
 __all__ = ["page"]
@@ -49,7 +56,8 @@ def page(report: Report, *, refresh: int | None = None) -> str:
             "num_seeds": len(section.experiment.seeds),
             "message": section.message,
             "notes": section.experiment.notes,
-            "errors": error_table(section.experiment, section.rows),
+            "baseline": BASELINE,
+            "errors": error_table(section.experiment, section.rows, report.marks),
             "times": time_table(section.rows),
             "charts": of_section,
             "config": config_table(section.experiment),
@@ -77,6 +85,7 @@ def _section_data(section: Section, charts: list[Chart]) -> dict[str, Any]:
     return {
         "baseline": BASELINE,
         "methods": section.experiment.methods,
+        "byError": [row.method for row in by_error(rows)],
         "errors": {row.method: {seed: _rounded(error) for seed, error in row.errors.items()} for row in rows},
         "means": {row.method: _rounded(row.error.mean) for row in rows},
         "seconds": {
@@ -91,6 +100,7 @@ def _section_data(section: Section, charts: list[Chart]) -> dict[str, Any]:
                         "key": view.key,
                         "axis": view.axis,
                         "log": view.is_log,
+                        "zoom": view.zoom,
                         "x": _numbers(view.x),
                         "series": {
                             method: {name: _numbers(values) for name, values in lines._asdict().items()}
@@ -101,6 +111,7 @@ def _section_data(section: Section, charts: list[Chart]) -> dict[str, Any]:
                 ],
             }
             for chart in charts
+            if chart.views
         ],
     }
 

@@ -69,6 +69,8 @@ class Row:
     place_mean: int | None
     """1 to 4 if the mean error is among the four lowest."""
     place_min: int | None
+    is_best: bool
+    """Whether it has the lowest mean error, or can't be told from the one that has; False for all if all are alike."""
     conditions: Mapping[str, Estimate]
     """Each condition number at the end: geometric mean over the finished runs; ``std`` is of the decimal logarithm."""
     rank: Estimate
@@ -96,6 +98,7 @@ def rows_of(experiment: Experiment) -> list[Row]:
     whole = [method for method in methods if all(map(math.isfinite, errors[method].values()))]
     place_mean = _places({method: estimates[method].mean for method in whole})
     place_min = _places({method: estimates[method].min for method in whole})
+    best = _best({method: errors[method] for method in whole})
     base = _seconds(experiment.of(BASELINE))["step"].mean
     rows = []
     for method, difference, p in zip(methods, differences, corrected, strict=True):
@@ -116,6 +119,7 @@ def rows_of(experiment: Experiment) -> list[Row]:
                 verdict=verdict_of(difference, p),
                 place_mean=place_mean.get(method),
                 place_min=place_min.get(method),
+                is_best=method in best,
                 conditions={name: _geometric(run.at_end[name] for run in finished.values()) for name in CONDITIONS},
                 rank=Estimate.of(run.at_end["rank"] for run in finished.values()),
                 failures=sum(run.failures for run in runs.values()),
@@ -152,6 +156,19 @@ def _places(values: Mapping[str, float]) -> dict[str, int]:
     finite = {method: value for method, value in values.items() if math.isfinite(value)}
     places = {method: 1 + sum(other < value for other in finite.values()) for method, value in finite.items()}
     return {method: place for method, place in places.items() if place <= 4}
+
+
+def _best(errors: Mapping[str, Mapping[str, float]]) -> set[str]:
+    """Return the method with the lowest mean error, and those next to it that the seeds can't tell from it.
+
+    The first method that is higher beyond the noise ends them; where there is none, nothing is the best.
+    """
+    means = {method: Estimate.of(values.values()).mean for method, values in errors.items()}
+    ordered = sorted((method for method in means if math.isfinite(means[method])), key=lambda method: means[method])
+    differences = [paired_difference(errors[method], errors[ordered[0]]) for method in ordered[1:]]
+    corrected = holm([difference.p for difference in differences])
+    verdicts = [verdict_of(difference, p) for difference, p in zip(differences, corrected, strict=True)]
+    return set(ordered[: 1 + verdicts.index("beyond")]) if "beyond" in verdicts else set()
 
 
 def _geometric(values: Iterable[float]) -> Estimate:

@@ -11,15 +11,33 @@ from orthocond.lab.report import text
 from orthocond.lab.report.experiments import Experiment
 from orthocond.lab.report.rows import BASELINE, VERDICTS, Row
 
-__all__ = ["Cell", "Table", "config_table", "environment_table", "error_table", "run_table", "time_table"]
+__all__ = [
+    "MARKS",
+    "Cell",
+    "Table",
+    "by_error",
+    "config_table",
+    "environment_table",
+    "error_table",
+    "run_table",
+    "time_table",
+]
+
+MARKS = {
+    "noise": "the lowest error and those within the noise of it, if another is beyond",
+    "paper": "the four lowest errors, whatever the noise",
+}
+"""What the table of errors may mark."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell: its text, 1 to 4 if it is among the best four, and the verdict that colours it."""
+    """A cell of text and what marks it."""
 
     text: str
     place: int | None = None
+    """1 to 4 with the paper's marks, if it is among the best four."""
+    is_best: bool = False
     verdict: str = ""
 
 
@@ -33,36 +51,54 @@ class Table:
     rows: list[list[Cell]]
 
 
-def error_table(experiment: Experiment, rows: list[Row]) -> Table:
-    """Return the main table: Tables 1 to 5 of the paper, with what the seeds allow to say."""
-    pooling = experiment.is_pooling
-    header = ["method", "top-1 error %" if pooling else "error %", "min"]
-    header += ["top-5 error %", "min"] if pooling else []
-    header += ["seeds", f"difference to {BASELINE}", "seeds' noise", "cond", "rank", "failures"]
+def error_table(experiment: Experiment, rows: list[Row], marks: str = "noise") -> Table:
+    """Return the main table: Tables 1 to 5 of the paper, the lowest error first, with what the seeds allow to say.
+
+    Args:
+        experiment: what was run.
+        rows: its rows.
+        marks: one of `MARKS`.
+    """
+    pooling, places = experiment.is_pooling, marks == "paper"
+    header = ["method", "top-1 error %" if pooling else "error %", "cond", f"difference to {BASELINE}", "seeds' noise"]
+    header += ["min", *(["top-5 error %", "min"] if pooling else []), "seeds", "rank", "failures"]
     lines = []
-    for row in rows:
+    for row in by_error(rows):
         line = [
             Cell(row.method),
-            Cell(text.mean_std(row.error), row.place_mean),
-            Cell(text.error(row.error.min), row.place_min),
+            Cell(text.mean_std(row.error), row.place_mean if places else None, row.is_best and not places),
+            Cell(text.condition(row.conditions["cond_support"].mean)),
+            Cell(text.difference(row.difference)),
+            Cell(VERDICTS.get(row.verdict, text.MISSING), verdict=row.verdict),
+            Cell(text.error(row.error.min), row.place_min if places else None),
         ]
         if pooling:
             line += [Cell(text.mean_std(row.error5)), Cell(text.error(row.error5.min))]
         line += [
             Cell(text.seeds(row)),
-            Cell(text.difference(row.difference)),
-            Cell(VERDICTS.get(row.verdict, text.MISSING), verdict=row.verdict),
-            Cell(text.condition(row.conditions["cond_support"].mean)),
             Cell(f"{row.rank.mean:.3g}" if math.isfinite(row.rank.mean) else text.MISSING),
             Cell(str(row.failures)),
         ]
         lines.append(line)
     caption = (
         "Validation error after the last epoch, in percent: mean ± standard deviation over the seeds, and the lowest. "
-        "The four best of all rows are marked. Condition number on the support and rank: median over the last tenth of "
+        f"{_what_is_marked(rows, marks)} Condition number on the support and rank: median over the last tenth of "
         "the steps, geometric mean over the seeds. Failures: retries of the solver, all runs together."
     )
     return Table("errors", caption, header, lines)
+
+
+def by_error(rows: list[Row]) -> list[Row]:
+    """Return the rows with the lowest mean error first, and those without one last."""
+    return sorted(rows, key=lambda row: row.error.mean if math.isfinite(row.error.mean) else math.inf)
+
+
+def _what_is_marked(rows: list[Row], marks: str) -> str:
+    if marks == "paper":
+        return "The four best of all rows are marked."
+    if any(row.is_best for row in rows):
+        return "Marked: the lowest error, and those next to it that the seeds can't tell from it."
+    return "No method is marked as the best, because none is worse than the lowest by more than the noise of the seeds."
 
 
 def time_table(rows: list[Row]) -> Table:

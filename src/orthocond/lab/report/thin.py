@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Floats", "Spread", "spread", "thin"]
+__all__ = ["Floats", "Spread", "smooth", "spread", "thin"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -34,6 +34,28 @@ def spread(values: Floats) -> Spread:
     lower, upper = ordered[rows, last // 2], ordered[rows, (last + 1) // 2]
     middle = np.where(lower == upper, lower, 0.5 * lower + 0.5 * upper)
     return Spread(ordered[:, 0], middle, ordered[rows, last])
+
+
+def smooth(values: Floats, width: int) -> Floats:
+    """Return the running mean of ``values`` ``(n,)`` over ``width`` of them, centred, over fewer near the ends.
+
+    NaN is no value, and what is next to infinity is infinite.
+
+    Example:
+        >>> smooth(np.array([1.0, 2.0, 6.0, np.nan, 4.0]), 3)
+        array([1.5, 3. , 4. , 5. , 4. ])
+    """
+    ends = np.minimum(np.arange(len(values)) + (width + 1) // 2, len(values))
+    starts = np.maximum(np.arange(len(values)) - width // 2, 0)
+
+    def within(numbers: Floats) -> Floats:
+        sums = np.concatenate([[0.0], np.cumsum(numbers)])
+        return sums[ends] - sums[starts]
+
+    is_finite, is_infinite = np.isfinite(values), np.isinf(values)
+    counts = within(is_finite.astype(np.float64))
+    means = within(np.where(is_finite, values, 0.0)) / np.where(counts > 0, counts, np.nan)
+    return np.where(within(is_infinite.astype(np.float64)) > 0, np.inf, means)
 
 
 def thin(steps: npt.NDArray[np.int64], values: Floats, *, width: int, num_bins: int) -> Spread:

@@ -13,6 +13,7 @@ from orthocond.lab.report.figures import write_figures
 from orthocond.lab.report.latex import latex
 from orthocond.lab.report.markdown import markdown
 from orthocond.lab.report.page import page
+from orthocond.lab.report.tables import MARKS
 
 __all__ = ["FORMATS", "watch_report", "write_report"]
 
@@ -34,6 +35,7 @@ def write_report(
     *,
     format: str = "html",  # noqa: A002
     figures: Path | str | None = None,
+    marks: str = "noise",
 ) -> Path:
     """Write a report on the runs in and below ``folders`` and return its path.
 
@@ -42,10 +44,11 @@ def write_report(
         output: the file; ``None`` for ``report`` with the format's suffix in the working directory.
         format: one of `FORMATS`.
         figures: a folder for the charts as PNG and SVG; ``None`` for none.
+        marks: which errors the tables mark, one of `orthocond.lab.report.tables.MARKS`.
 
     Raises:
-        ArgumentError: an unknown format, a folder that doesn't exist, no run in any of them, or an output that
-            can't be written.
+        ArgumentError: an unknown format or kind of marks, a folder that doesn't exist, no run in any of them, or an
+            output that can't be written.
 
     Example:
         >>> import tempfile
@@ -59,8 +62,9 @@ def write_report(
         True
     """
     check_choice(format, FORMATS, "format", "report")
+    check_choice(marks, MARKS, "marks", "report")
     suffix, text_of = FORMATS[format]
-    report = read_report(folders)
+    report = read_report(folders, marks)
     path = Path(output or f"report{suffix}")
     _write(path, text_of(report))
     if figures is not None:
@@ -76,6 +80,7 @@ def watch_report(
     output: Path | str | None = None,
     *,
     every: float = 30.0,
+    marks: str = "noise",
     on_written: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write the HTML report anew whenever a run has changed, until interrupted; then once more, and return its path.
@@ -86,8 +91,10 @@ def watch_report(
         folders: as for `write_report`.
         output: as for `write_report`.
         every: seconds between two looks.
+        marks: as for `write_report`.
         on_written: called with the path each time.
     """
+    check_choice(marks, MARKS, "marks", "report")
     watched = [Path(folder) for folder in folders]
     path = Path(output or "report.html")
     seen: object = None
@@ -95,13 +102,13 @@ def watch_report(
         while True:
             found = _stamps(watched)
             if found != seen:
-                _write(path, page(read_report(watched), refresh=max(5, round(every))))
+                _write(path, page(read_report(watched, marks), refresh=max(5, round(every))))
                 seen = found
                 if on_written is not None:
                     on_written(path)
             time.sleep(every)
     except KeyboardInterrupt:
-        return write_report(watched, path)
+        return write_report(watched, path, marks=marks)
 
 
 def _stamps(folders: list[Path]) -> dict[Path, tuple[int, int]]:
