@@ -25,6 +25,7 @@ from orthocond.errors import (
 )
 from orthocond.graph import tensors, unwrapped
 from orthocond.linalg import covariance, solver_failures, spectrum
+from orthocond.linalg._covariance import noise_floor, trace
 from orthocond.linalg._spectrum import spectrum_of
 from orthocond.nn._meta import MetaLayer
 
@@ -303,7 +304,8 @@ class ConditionMonitor:
         step = self._forwards[name, "train"]
         self._forwards[name, mode] += 1
         if is_due and isinstance(layer, MetaLayer) and layer.training and layer.last_eigenvalues is not None:
-            measured = _Measured(layer.last_eigenvalues.clone())  # a compiled layer may use the same memory again
+            noise = layer.last_noise  # a compiled layer may use the same memory again
+            measured = _Measured(layer.last_eigenvalues.clone(), None if noise is None else noise.clone())
         if measured is None or measured.eigenvalues.numel() == 0:
             return
         eps = getattr(layer, "eps", None)
@@ -332,7 +334,8 @@ class ConditionMonitor:
         if samples.numel() == 0:
             return None
         try:
-            return _Measured(spectrum(covariance(samples)).eigenvalues)
+            P = covariance(samples)
+            return _Measured(spectrum(P).eigenvalues, noise_floor(samples.mean(-1), trace(P), inputs[0].dtype))
         except (NonFiniteError, SolverError):  # watching must not end a run
             return _Measured(samples.new_full((samples.shape[-2],), math.nan))
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from orthocond._core.applying import applied, is_plain
-from orthocond._core.precision import autocast_off, lift
+from orthocond._core.precision import at_least_float32, autocast_off, lift, widen
 from orthocond.errors import ArgumentError, check_matrix
 
-__all__ = ["covariance"]
+__all__ = ["centred", "covariance", "noise_floor", "trace"]
 
 
 def covariance(X: Tensor, *, dim: int = -1) -> Tensor:
@@ -17,8 +17,9 @@ def covariance(X: Tensor, *, dim: int = -1) -> Tensor:
 
     .. math:: P = X J X^T, \quad J = \tfrac{1}{N} (I - \tfrac{1}{N} 1 1^T)
 
-    The samples are centred before they are multiplied, in float32 at least, so a large common mean costs no
-    accuracy. *Gradient:* :math:`2\,\mathrm{sym}(G) X J` (eq. 8), by one product, for which only ``X`` is kept.
+    The samples are centred before they are multiplied, in float32 at least, and the mean of what is left, which is the
+    rounding of the mean, is taken off the product: a large common mean costs no accuracy.
+    *Gradient:* :math:`2\,\mathrm{sym}(G) X J` (eq. 8), by one product, for which only ``X`` is kept.
 
     Args:
         X: features, ``(..., d, N)`` with the samples last; with ``dim=-2`` it is ``(..., N, d)``. In general the
@@ -55,13 +56,56 @@ def covariance(X: Tensor, *, dim: int = -1) -> Tensor:
         return P.to(X.dtype)
 
 
+def noise_floor(mean: Tensor, trace: Tensor, dtype: torch.dtype) -> Tensor:
+    r"""Return the largest eigenvalue ``(...)`` of a covariance that the rounding of its features alone can explain.
+
+    .. math:: u^2 |\mu|^2
+
+    where :math:`u` is the unit roundoff. A feature of the size of its mean is stored with an error of at most
+    :math:`u |\mu_j|`, which is how far its values lie apart, and the covariance of such errors has the sum of their
+    squares for its trace. `covariance` adds less: after centring it leaves :math:`(k u)^2 |\mu|` of the mean, where
+    :math:`k` is the error of a sum of ``N`` numbers in units of roundoff, about :math:`\log_2 N`; the square of that
+    is smaller by :math:`k^4 u^2`. What its products lose is relative to the largest eigenvalue, so that ``rtol`` covers
+    it.
+
+    Half types are computed in float32, so that is the roundoff which counts. But where the whole covariance, its trace,
+    is no larger than the rounding of the half type, it may be nothing else, and the floor is that.
+
+    Args:
+        mean: means of the features ``(..., d)``.
+        trace: traces of the covariances ``(...)``.
+        dtype: what the features were stored in.
+    """
+    squared_mean = widen(mean.detach()).abs().square().sum(-1)
+    floor = _roundoff(at_least_float32(dtype)) ** 2 * squared_mean
+    if dtype == at_least_float32(dtype):
+        return floor
+    coarse = _roundoff(dtype) ** 2 * squared_mean
+    return torch.where(trace.detach().to(coarse) <= coarse, coarse, floor)
+
+
+def trace(P: Tensor) -> Tensor:
+    """Return the traces ``(...)`` of matrices ``(..., d, d)``."""
+    return P.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def centred(X: Tensor) -> Tensor:
+    """Return samples ``(..., d, N)`` without their mean: without its rounding, too, which a second mean finds."""
+    shifted, rest = _shifted(X)
+    return shifted - rest
+
+
+def _roundoff(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
 class _Covariance(torch.autograd.Function):
     """``X -> X J X^T`` over the last dimension: plain operations would keep a centred copy, and multiply twice."""
 
     @staticmethod
     def forward(X: Tensor) -> Tensor:
-        centred = _centred(X)
-        return (centred @ centred.mH).div_(X.shape[-1])
+        shifted, rest = _shifted(X)
+        return (shifted @ shifted.mH).div_(X.shape[-1]) - rest @ rest.mH
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -72,15 +116,17 @@ class _Covariance(torch.autograd.Function):
     def backward(ctx: Any, G: Tensor) -> Tensor:
         (X,) = ctx.saved_tensors
         with autocast_off(X.device):
-            to_X: Tensor = (G + G.mH) / X.shape[-1] @ _centred(X)
+            to_X: Tensor = (G + G.mH) / X.shape[-1] @ centred(X)
             return to_X
 
     @staticmethod
     def jvp(ctx: Any, direction: Tensor) -> Tensor:
         (X,) = ctx.saved_tensors
-        half: Tensor = _centred(direction) @ _centred(X).mH / X.shape[-1]
+        half: Tensor = centred(direction) @ centred(X).mH / X.shape[-1]
         return half + half.mH
 
 
-def _centred(X: Tensor) -> Tensor:
-    return X - X.mean(-1, keepdim=True)
+def _shifted(X: Tensor) -> tuple[Tensor, Tensor]:
+    """Return samples less their mean as it is rounded, and the mean ``(..., d, 1)`` of what is left."""
+    shifted = X - X.mean(-1, keepdim=True)
+    return shifted, shifted.mean(-1, keepdim=True)

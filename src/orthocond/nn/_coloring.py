@@ -6,6 +6,7 @@ from orthocond._core.applying import changeable
 from orthocond._core.precision import autocast_off, lift, narrow
 from orthocond.errors import ArgumentError, check_floating
 from orthocond.linalg import covariance
+from orthocond.linalg._covariance import centred, noise_floor, trace
 from orthocond.nn._meta import MetaLayer
 
 __all__ = ["WhiteningColoring2d", "whiten_color"]
@@ -63,12 +64,13 @@ class WhiteningColoring2d(MetaLayer):
                 f"{tuple(content.shape)} and {tuple(style.shape)}; take both from the same layer."
             )
         x, z = lift(content.flatten(2)), lift(style.flatten(2))
-        P = covariance(x)
-        (whitening,), eigenvalues = self._root(P, ("inv_sqrt",))
-        self._keep_spectrum(P, eigenvalues)
-        (coloring,), _ = self._root(covariance(z), ("sqrt",))
+        P, to = covariance(x), covariance(z)
+        noise = noise_floor(x.mean(-1), trace(P), content.dtype)
+        (whitening,), eigenvalues = self._root(P, ("inv_sqrt",), noise)
+        self._keep_spectrum(P, eigenvalues, noise)
+        (coloring,), _ = self._root(to, ("sqrt",), noise_floor(z.mean(-1), trace(to), style.dtype))
         with autocast_off(x.device):
-            y = (coloring @ whitening) @ (x - x.mean(-1, keepdim=True)) + z.mean(-1, keepdim=True)
+            y = (coloring @ whitening) @ centred(x) + z.mean(-1, keepdim=True)
         return changeable(narrow(y, content).reshape(content.shape))
 
 

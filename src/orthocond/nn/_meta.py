@@ -22,6 +22,7 @@ class MetaLayer(nn.Module):
         super().__init__()
         self._eigenvalues: Tensor | None = None
         self._covariance: Tensor | None = None
+        self._noise: Tensor | None = None
 
     @property
     def last_eigenvalues(self) -> Tensor | None:
@@ -34,6 +35,11 @@ class MetaLayer(nn.Module):
             self._eigenvalues = spectrum(self._covariance).eigenvalues
         return self._eigenvalues
 
+    @property
+    def last_noise(self) -> Tensor | None:
+        """The rounding noise ``(...)`` of the same covariance: what is at or below it was dropped; None before."""
+        return self._noise
+
     def samples(self, x: Tensor) -> Tensor:
         """Return the input as the samples ``(..., c, N)`` of the covariances that it decomposes: one for each image."""
         return x.flatten(2)
@@ -45,13 +51,16 @@ class MetaLayer(nn.Module):
                   if value not in ("eigh", "exact")]  # fmt: skip
         return ", ".join(shown)
 
-    def _root(self, P: Tensor, functions: tuple[str, ...]) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """Return functions of covariances, by name, and the eigenvalues where the solver has them."""
-        name = type(self).__name__
+    def _root(
+        self, P: Tensor, functions: tuple[str, ...], floor: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Return functions of covariances, by name, and the eigenvalues where the solver has them.
+
+        ``floor`` is the `noise_floor` of the covariances.
+        """
+        name, options = type(self).__name__, {"solver": self.solver, "gradient": self.gradient}
         try:
-            return spectral(
-                name, P, functions, solver=self.solver, gradient=self.gradient, eps=self.eps, rtol=self.rtol
-            )
+            return spectral(name, P, functions, **options, eps=self.eps, rtol=self.rtol, floor=floor)
         except NonFiniteError as error:
             raise NonFiniteError(f"{name}({self.extra_repr()}): {error}") from None
 
@@ -59,9 +68,10 @@ class MetaLayer(nn.Module):
         """Raise for a wrong combination of options now, not in training."""
         self._root(torch.eye(1, dtype=torch.float64), functions)
 
-    def _keep_spectrum(self, covariance: Tensor, eigenvalues: Tensor | None) -> None:
-        """Keep the eigenvalues, given in ascending order, or for want of them the covariance."""
+    def _keep_spectrum(self, covariance: Tensor, eigenvalues: Tensor | None, noise: Tensor) -> None:
+        """Keep the eigenvalues, given in ascending order, or for want of them the covariance, and its noise."""
         if not self.training or torch.compiler.is_exporting():
             return
         self._eigenvalues = None if eigenvalues is None else eigenvalues.detach().flip(-1)
         self._covariance = covariance.detach() if eigenvalues is None else None
+        self._noise = noise

@@ -31,6 +31,8 @@ class LastBatch(NamedTuple):
 
     eigenvalues: Tensor
     """``(groups, c)``, descending."""
+    noise: Tensor
+    """``(groups,)``: of the covariance, by rounding."""
     covariance: Tensor
     """``(groups, c, c)``."""
     num_dimensions: int
@@ -101,7 +103,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
 
     def reset_running_stats(self) -> None:
         """Set the running mean to zero, the running whitening matrix to the identity, and the count to zero."""
-        self._eigenvalues = self._covariance = None
+        self._eigenvalues = self._covariance = self._noise = None
         if self.running_mean is None or self.running_whitening is None or self.num_batches_tracked is None:
             return
         self.running_mean.zero_()
@@ -122,30 +124,30 @@ class _DecorrelatedBatchNorm(MetaLayer):
         self._last_ndim = x.ndim
         with autocast_off(x.device):
             dtype = at_least_float32(x.dtype)
-            y = self._forward(
-                x.to(dtype), *(None if part is None else part.to(dtype) for part in (self.weight, self.bias))
-            )
+            gamma, beta = (None if part is None else part.to(dtype) for part in (self.weight, self.bias))
+            y = self._forward(x.to(dtype), gamma, beta, x.dtype)
             y = narrow(y, x)
         for module in self._modules.values():  # an activation, say: what a converted norm had inside
             y = module(y)  # type: ignore[misc]
         return y
 
-    def _forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
+    def _forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, stored: torch.dtype) -> Tensor:
         if not self.training and self.running_mean is not None and self.running_whitening is not None:
             weight, bias = self.eval_map(x.dtype)
             return changeable(features(x, self.groups).map(weight, bias).tensor())
         try:
             num_samples = x.shape[0] * math.prod(x.shape[2:])
+            options: dict[str, Any] = {"groups": self.groups, "root": self._inverse_root, "stored": stored}
             if self._is_synchronised():
                 self._check_rank(num_samples * torch.distributed.get_world_size(self.process_group))
-                y, statistics = self._whiten_together(x, gamma, beta)
+                y, statistics = self._whiten_together(x, gamma, beta, options)
             else:
                 check_num_samples(num_samples, x.shape)
                 self._check_rank(num_samples)
                 # Tracing wants plain operations: the function has a graph of its own inside.
                 traced = torch.compiler.is_compiling() or private.transforms_are_active()
                 whitened: Callable[..., tuple[Tensor, Statistics]] = whiten_by_autograd if traced else whiten
-                y, statistics = whitened(x, gamma, beta, groups=self.groups, root=self._inverse_root)
+                y, statistics = whitened(x, gamma, beta, **options)
         except ArgumentError as error:
             raise ArgumentError(f"{type(self).__name__}({self.num_features}): {error}") from None
         if self.training:
@@ -153,11 +155,11 @@ class _DecorrelatedBatchNorm(MetaLayer):
         return y
 
     @uncompiled
-    def _whiten_together(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Statistics]:
+    def _whiten_together(
+        self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, options: dict[str, Any]
+    ) -> tuple[Tensor, Statistics]:
         """Return the same over all processes; the exchange between them is not for a compiler."""
-        return whiten(
-            x, gamma, beta, groups=self.groups, root=self._inverse_root, process_group=self.process_group, sync=True
-        )
+        return whiten(x, gamma, beta, **options, process_group=self.process_group, sync=True)
 
     def samples(self, x: Tensor) -> Tensor:
         """Return the input as samples ``(groups, c, N)`` over batch and positions."""
@@ -185,24 +187,24 @@ class _DecorrelatedBatchNorm(MetaLayer):
             bias = bias + self.bias.to(dtype).view(self.groups, -1)
         return weight, bias
 
-    def _inverse_root(self, P: Tensor) -> tuple[Tensor, Tensor | None]:
-        (S,), eigenvalues = self._root(P, ("inv_sqrt",))
+    def _inverse_root(self, P: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+        (S,), eigenvalues = self._root(P, ("inv_sqrt",), noise)
         return S, eigenvalues
 
     def last_batch(self) -> LastBatch | None:
         """Return what the treatments in front of the layer need to know of its last training batch; None before it."""
-        eigenvalues, covariance = self.last_eigenvalues, self._covariance
-        if eigenvalues is None or covariance is None or self._last_ndim is None:
+        eigenvalues, noise, covariance = self.last_eigenvalues, self.last_noise, self._covariance
+        if eigenvalues is None or noise is None or covariance is None or self._last_ndim is None:
             return None
         processes = num_processes(self.process_group) if self._is_synchronised() else 1
-        return LastBatch(eigenvalues, covariance, self._last_ndim, processes)
+        return LastBatch(eigenvalues, noise, covariance, self._last_ndim, processes)
 
     def _is_synchronised(self) -> bool:
         return self.sync and self.training and num_processes(self.process_group) > 1
 
     @torch.no_grad()
     def _keep(self, statistics: Statistics) -> None:
-        self._keep_spectrum(statistics.covariance, statistics.eigenvalues)
+        self._keep_spectrum(statistics.covariance, statistics.eigenvalues, statistics.noise)
         self._covariance = statistics.covariance  # small, and there anyway: what a change of gauge is made from
         if self.running_mean is None or self.running_whitening is None or self.num_batches_tracked is None:
             return

@@ -6,6 +6,7 @@ from torch import Tensor
 from orthocond._core.precision import lift, narrow
 from orthocond.errors import ArgumentError, check_floating
 from orthocond.linalg import covariance
+from orthocond.linalg._covariance import noise_floor, trace
 from orthocond.nn._meta import MetaLayer
 
 __all__ = ["CovariancePool2d"]
@@ -69,9 +70,11 @@ class CovariancePool2d(MetaLayer):
         check_floating(x, "CovariancePool2d")
         if x.ndim != 4:
             raise ArgumentError(f"CovariancePool2d expected input (B, C, H, W), got {tuple(x.shape)}; pass features.")
-        P = covariance(lift(x.flatten(2)))  # a half type would overflow where its features don't
-        (Q,), eigenvalues = self._root(P, (self.function,))
-        self._keep_spectrum(P, eigenvalues)
+        samples = lift(x.flatten(2))
+        P = covariance(samples)  # a half type would overflow where its features don't
+        noise = noise_floor(samples.mean(-1), trace(P), x.dtype)
+        (Q,), eigenvalues = self._root(P, (self.function,), noise)
+        self._keep_spectrum(P, eigenvalues, noise)
         Q = narrow(Q, x)
         if not self.vectorize:
             # An iteration needs its result again for the gradient, and the caller may change it in place.

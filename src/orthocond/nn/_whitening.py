@@ -25,12 +25,14 @@ from orthocond._core.distributed import summed
 from orthocond._core.precision import autocast_off
 from orthocond.errors import ArgumentError, GradientError
 from orthocond.linalg import covariance
+from orthocond.linalg._covariance import centred, noise_floor, trace
 from orthocond.nn._features import Features, features
 
 __all__ = ["Statistics", "check_num_samples", "summed", "whiten", "whiten_by_autograd"]
 
-Root = Callable[[Tensor], tuple[Tensor, Tensor | None]]
-"""From covariances ``(groups, c, c)`` to their inverse roots, differentiable, and their eigenvalues where known."""
+Root = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""From covariances ``(groups, c, c)`` and their rounding noise ``(groups,)`` to their inverse roots, differentiable,
+and their eigenvalues where known."""
 
 # Without centring, a covariance is the difference of two numbers of the size of the squared mean: beyond this ratio
 # to the variance, float32 would lose more than the last two digits.
@@ -46,6 +48,8 @@ class Statistics(NamedTuple):
     """``(groups, c, c)``"""
     whitening: Tensor
     """``(groups, c, c)``"""
+    noise: Tensor
+    """``(groups,)``: of the covariance, by rounding"""
     eigenvalues: Tensor | None
     """``(groups, c)``, ascending"""
 
@@ -57,6 +61,7 @@ def whiten(
     *,
     groups: int,
     root: Root,
+    stored: torch.dtype,
     process_group: Any = None,
     sync: bool = False,
 ) -> tuple[Tensor, Statistics]:
@@ -68,29 +73,35 @@ def whiten(
         beta: shift ``(C,)``, or None.
         groups: the channels are whitened in this many groups.
         root: the inverse root.
+        stored: the dtype that the features were rounded to.
         process_group: the processes that share the statistics where ``sync``.
         sync: take the statistics over all processes of the group.
     """
-    y, *found = _Whiten.apply(x, gamma, beta, groups, root, process_group, sync)
+    y, *found = _Whiten.apply(x, gamma, beta, groups, root, stored, process_group, sync)
     return y, Statistics(*found)
 
 
 def whiten_by_autograd(
-    x: Tensor, gamma: Tensor | None, beta: Tensor | None, *, groups: int, root: Root
+    x: Tensor, gamma: Tensor | None, beta: Tensor | None, *, groups: int, root: Root, stored: torch.dtype
 ) -> tuple[Tensor, Statistics]:
     """Return the same by plain differentiable operations: slower, but differentiable again and traceable."""
     channels = x.shape[1]
     samples = x.movedim(1, 0).reshape(groups, channels // groups, -1)
     mean = samples.mean(-1)
     P = covariance(samples)
-    S, eigenvalues = root(P)
-    y = (S @ (samples - mean.unsqueeze(-1))).reshape(channels, x.shape[0], *x.shape[2:]).movedim(0, 1)
+    noise = noise_floor(mean, trace(P), stored)
+    S, eigenvalues = root(P, noise)
+    y = (S @ centred(samples)).reshape(channels, x.shape[0], *x.shape[2:]).movedim(0, 1)
     broadcast = (1, channels) + (1,) * (x.ndim - 2)
     if gamma is not None:
         y = y * gamma.view(broadcast)
     if beta is not None:
         y = y + beta.view(broadcast)
-    return y, Statistics(mean.detach(), P.detach(), S.detach(), eigenvalues)
+    return y, Statistics(mean.detach(), P.detach(), S.detach(), noise, eigenvalues)
+
+
+_NO_OPTIONS = (None, None, None, None, None)
+"""The gradients of what isn't a tensor."""
 
 
 class _Whiten(torch.autograd.Function):
@@ -102,49 +113,50 @@ class _Whiten(torch.autograd.Function):
         beta: Tensor | None,
         groups: int,
         root: Root,
+        stored: torch.dtype,
         process_group: Any,
         sync: bool,
     ) -> tuple[Tensor | None, ...]:
-        samples, mean, is_centred, P, num_samples = _moments(features(x, groups), process_group, sync)
+        samples, moments = _moments(features(x, groups), process_group, sync)
+        P = moments.covariance
+        noise = noise_floor(moments.mean, trace(P), stored)
         # The root's own graph on the small matrices: whatever solver and gradient rule it has.
         wanted = any(ctx.needs_input_grad[:3]) and not torch.is_inference_mode_enabled()
         with torch.set_grad_enabled(wanted), _kept_as_it_is():
             leaf = P.detach().requires_grad_(wanted)
-            S, eigenvalues = root(leaf)
+            S, eigenvalues = root(leaf, noise)
         whitening = S.detach()
         W = whitening if gamma is None else gamma.view(groups, -1, 1) * whitening
-        bias = torch.zeros_like(mean) if is_centred else -_times(W, mean)
+        bias = -_times(W, moments.centre)
         if beta is not None:
             bias = bias + beta.view(groups, -1)
-        ctx.save_for_backward(x, gamma, beta, mean, W)
-        ctx.root, ctx.graph, ctx.is_centred = root, (leaf, S), is_centred
-        ctx.groups, ctx.num_samples, ctx.process_group, ctx.sync = groups, num_samples, process_group, sync
-        statistics = (mean, P, whitening, eigenvalues)
+        ctx.save_for_backward(x, gamma, beta, moments.shift, moments.centre, W)
+        ctx.root, ctx.stored, ctx.graph = root, stored, (leaf, S)
+        ctx.groups, ctx.num_samples, ctx.process_group, ctx.sync = groups, moments.num_samples, process_group, sync
+        statistics = (moments.mean, P, whitening, noise, eigenvalues)
         ctx.mark_non_differentiable(*(part for part in statistics if part is not None))
         # Detached, it is no view: autograd forbids in-place operations on views that a function returns.
-        return samples.map(W, bias).tensor().detach(), *statistics
+        return samples.map_sum(bias, (W, samples)).tensor().detach(), *statistics
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, gamma, beta, mean, W = ctx.saved_tensors
+        x, gamma, beta, shift, centre, W = ctx.saved_tensors
         if torch.is_grad_enabled():  # asked for a graph: by operations that have one
             return _backward_with_graph(ctx, x, gamma, beta, g)
         with autocast_off(x.device):
-            return *_backward(ctx, x, gamma, mean, W, g), None, None, None, None
+            return *_backward(ctx, x, gamma, shift, centre, W, g), *_NO_OPTIONS
 
 
 def _backward(
-    ctx: Any, x: Tensor, gamma: Tensor | None, mean: Tensor, W: Tensor, g: Tensor
+    ctx: Any, x: Tensor, gamma: Tensor | None, shift: Tensor | None, centre: Tensor, W: Tensor, g: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     groups = ctx.groups
     samples = features(x, groups)
-    if ctx.is_centred:
-        samples, centre = samples.shifted(mean), torch.zeros_like(mean)
-    else:
-        centre = mean
+    if shift is not None:
+        samples = samples.shifted(shift)
     incoming = type(samples).view(g, groups)
-    h = incoming.sum()
-    R = incoming.product(samples) - h.unsqueeze(-1) * centre.unsqueeze(-2)
+    h, R = incoming.moments(samples)
+    R = R - _outer(h, centre)
     leaf, S = ctx.graph
     dgamma = (R * S.detach()).sum(-1).flatten() if ctx.needs_input_grad[1] else None
     dbeta = h.flatten() if ctx.needs_input_grad[2] else None
@@ -155,7 +167,8 @@ def _backward(
     dS = R if gamma is None else gamma.view(groups, -1, 1) * R
     (E,) = torch.autograd.grad(S, leaf, dS, retain_graph=True)
     K = (2 / ctx.num_samples) * E
-    dx = samples.map(K, -_times(W.mT, h / ctx.num_samples) - _times(K, centre)).add_map_(W.mT, incoming)
+    bias = -_times(W.mT, h / ctx.num_samples) - _times(K, centre)
+    dx = samples.map_sum(bias, (K, samples), (W.mT, incoming))
     return dx.tensor(), dgamma, dbeta
 
 
@@ -164,11 +177,11 @@ def _backward_with_graph(
 ) -> tuple[Tensor | None, ...]:
     if ctx.sync:
         raise GradientError("synchronised whitening can't be differentiated twice; pass sync=False for that.")
-    y, _ = whiten_by_autograd(x, gamma, beta, groups=ctx.groups, root=ctx.root)
+    y, _ = whiten_by_autograd(x, gamma, beta, groups=ctx.groups, root=ctx.root, stored=ctx.stored)
     inputs = [part for part in (x, gamma, beta) if part is not None and part.requires_grad]
     found = iter(torch.autograd.grad(y, inputs, g, create_graph=True))
     to_inputs = (next(found) if part is not None and part.requires_grad else None for part in (x, gamma, beta))
-    return *to_inputs, None, None, None, None
+    return *to_inputs, *_NO_OPTIONS
 
 
 def check_num_samples(num_samples: float, shape: torch.Size) -> None:
@@ -180,31 +193,48 @@ def check_num_samples(num_samples: float, shape: torch.Size) -> None:
         )
 
 
-def _moments(samples: Features, process_group: Any, sync: bool) -> tuple[Features, Tensor, bool, Tensor, float]:
-    """Return the samples, centred where the accuracy asks for it, their mean, whether, their covariance and number.
+class _Moments(NamedTuple):
+    """Mean, covariance and number of the samples of all processes."""
 
-    Mean, covariance and number are those of all processes.
+    mean: Tensor
+    covariance: Tensor
+    num_samples: float
+    shift: Tensor | None
+    """What was subtracted from the samples of this process first, where the accuracy asks for it."""
+    centre: Tensor
+    """The mean less that shift; more accurate than the mean."""
+
+
+def _moments(samples: Features, process_group: Any, sync: bool) -> tuple[Features, _Moments]:
+    """Return the samples, shifted where the accuracy asks for it, and their moments.
+
+    With ``m`` the mean as it is rounded and ``r`` the mean of ``x - m``, which is its rounding error, the covariance is
+    the mean of ``(x - m) (x - m)^T`` less ``r r^T``.
     """
-    own_sum, num_samples = samples.sum(), float(samples.num_samples)
-    total = own_sum
+    own_sum, second = samples.moments(samples)
+    own, num_samples, total = samples.num_samples, float(samples.num_samples), own_sum
     if sync:
         total, count = summed([own_sum, own_sum.new_full((1,), num_samples)], process_group)
         num_samples = count.item()
     check_num_samples(num_samples, samples.shape)
     mean = total / num_samples
-    second = samples.product(samples)
-    squared_mean = samples.num_samples * mean.square()
-    small = squared_mean * (1 + 1 / _LARGEST_SQUARED_MEAN) <= second.diagonal(dim1=-2, dim2=-1)
-    is_centred = not second.is_meta and not bool(small.all())
-    if is_centred:
-        samples = samples.shifted(mean)
-        second = samples.product(samples)
+    small = own * mean.square() * (1 + 1 / _LARGEST_SQUARED_MEAN) <= second.diagonal(dim1=-2, dim2=-1)
+    shift = None if second.is_meta or bool(small.all()) else mean
+    if shift is not None:
+        samples = samples.shifted(shift)
+        rest, second = samples.moments(samples)
     else:
-        cross = own_sum.unsqueeze(-1) * mean.unsqueeze(-2)
-        second = second - cross - cross.mT + samples.num_samples * mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        rest = own_sum - own * mean
+        second = second - _outer(own_sum, mean) - _outer(mean, rest)
     if sync:
-        (second,) = summed([second], process_group)
-    return samples, mean, is_centred, second / num_samples, num_samples
+        rest, second = summed([rest, second], process_group)
+    rest = rest / num_samples
+    P = second / num_samples - _outer(rest, rest)
+    return samples, _Moments(mean + rest, P, num_samples, shift, rest if shift is not None else mean + rest)
+
+
+def _outer(x: Tensor, y: Tensor) -> Tensor:
+    return x.unsqueeze(-1) * y.unsqueeze(-2)
 
 
 def _kept_as_it_is() -> AbstractContextManager[object]:

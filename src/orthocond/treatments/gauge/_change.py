@@ -72,6 +72,7 @@ def change_of_gauge(
     num_samples: int,
     scale: str = "trace",
     rtol: float = 0.0,
+    noise: Tensor | None = None,
     solver: str = "eigh",
 ) -> Change:
     r"""Return the matrices that make covariances well conditioned, without changing what is whitened.
@@ -88,6 +89,7 @@ def change_of_gauge(
         num_samples: how many stand behind each covariance: where they are few, noise alone exceeds a threshold.
         scale: one of `SCALES`.
         rtol: eigenvalues at or below ``rtol`` times the largest are dropped by the whitening.
+        noise: rounding noise of the covariances ``(groups,)``, at or below which the whitening drops them as well.
         solver: how to decompose: that of the layer, so that the same eigenvalues are dropped.
 
     Example:
@@ -98,7 +100,8 @@ def change_of_gauge(
     eigenvalues, U = decompose(symmetric(widen(P)), solver)
     l = eigenvalues.clamp(min=0)
     largest = l.amax(-1, keepdim=True)
-    kept = l > rtol * largest
+    cutoff = rtol * largest
+    kept = l > (cutoff if noise is None else torch.maximum(cutoff, noise.to(l).unsqueeze(-1)))
     g = torch.where(kept, l, largest).rsqrt()
     change = Change(l, U, kept, torch.ones_like(g[..., 0]), rtol, g, l)
     if scale == "trace":
@@ -107,7 +110,7 @@ def change_of_gauge(
         c = torch.linalg.matrix_norm(W) / torch.linalg.matrix_norm(change.T @ W.to(U))
     else:
         c = change.c
-    found = spectrum_of(l, eps=0.0, rtol=rtol)
+    found = spectrum_of(l, eps=0.0, rtol=rtol, floor=noise)
     is_too_large = found.cond_support > limit(found.rank, num_samples, threshold)  # never at rank 0
     g = torch.where(is_too_large.unsqueeze(-1), c.unsqueeze(-1) * g, 1.0)
     after = spectrum_of(g.square() * l, eps=0.0, rtol=rtol).cond_support.max()

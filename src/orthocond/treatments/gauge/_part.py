@@ -180,6 +180,7 @@ class Gauge(Part):
             num_samples=seen.num_samples,
             scale=self.scale,
             rtol=_rank_rtol(self.norm, seen.covariance),
+            noise=seen.noise,
             solver=self.norm.solver,
         )
         WS = cross_covariance(
@@ -257,7 +258,8 @@ class Gauge(Part):
                 "channels."
             )
         num_samples = output.numel() // self.norm.num_features * batch.num_processes
-        found = spectrum_of(batch.eigenvalues, eps=0.0, rtol=_rank_rtol(self.norm, batch.covariance))
+        rtol = _rank_rtol(self.norm, batch.covariance)
+        found = spectrum_of(batch.eigenvalues, eps=0.0, rtol=rtol, floor=batch.noise)
         is_too_large = found.cond_support > limit(found.rank, num_samples, self.threshold)
         decision = torch.stack([found.cond_support.max(), is_too_large.any().to(batch.eigenvalues.dtype)])
         # On its way to the host while the backward pass is queued, so that the step needs not wait for that.
@@ -266,7 +268,9 @@ class Gauge(Part):
             arrived = torch.cuda.Event()
             arrived.record()
         is_synchronised = batch.num_processes > 1
-        self._seen = _Seen(inputs, batch.covariance, num_samples, is_synchronised, decision, on_host, arrived)
+        self._seen = _Seen(
+            inputs, batch.covariance, batch.noise, num_samples, is_synchronised, decision, on_host, arrived
+        )
 
     def _forget(self) -> None:
         self._seen = self._inputs = None
@@ -333,6 +337,7 @@ class _Seen(NamedTuple):
     inputs: tuple[Any, Any]
     """The layer's, by place and by name."""
     covariance: Tensor
+    noise: Tensor
     num_samples: int
     is_synchronised: bool
     """Whether the covariance is that of all processes."""
