@@ -8,6 +8,7 @@ import torch
 
 from orthocond.errors import ArgumentError, DtypeError
 from orthocond.linalg import covariance
+from orthocond.linalg._covariance import noise_floor
 
 from cases import noise
 
@@ -30,10 +31,41 @@ def test_any_dimension_may_hold_the_samples():
     assert torch.allclose(covariance(X, dim=0)[1], covariance(X[:, 1], dim=0), atol=1e-6)
 
 
-def test_a_large_mean_costs_no_accuracy():
-    X = noise(4, 1000)
-    shifted = covariance(X + 1000)
-    assert torch.allclose(shifted, covariance(X), atol=1e-3)
+@pytest.mark.parametrize("num_samples", [2, 37, 5000, 10**6])
+@pytest.mark.parametrize("mean", [10.0**k for k in range(-6, 7, 2)])
+def test_a_large_mean_costs_no_accuracy(mean, num_samples):
+    X = noise(3, num_samples) + mean
+    truth = covariance(X.double())
+    assert ((covariance(X).double() - truth).norm() / truth.norm()).item() < 1e-5  # the rounding of the products
+
+
+@pytest.mark.parametrize("num_samples", [2, 37, 5000, 10**6])
+@pytest.mark.parametrize("mean", [sign * 10.0**k for k in range(-6, 7, 2) for sign in (1.0, -0.3)])
+def test_a_constant_is_below_its_noise_floor_and_what_varies_is_above(mean, num_samples):
+    levels = torch.tensor([[mean], [0.7 * mean]])
+    constant = levels.expand(2, num_samples).clone()
+    neighbours = constant.clone()
+    neighbours[:, ::2] = constant[:, ::2].nextafter(torch.tensor(torch.inf))  # half of them, in both features at once
+    for X in (constant, neighbours):
+        largest = torch.linalg.eigvalsh(covariance(X.double()))[-1]
+        assert max(largest, torch.linalg.eigvalsh(covariance(X).double())[-1]) <= floor_of(X)
+    varying = levels + 1e-5 * levels.abs() * noise(2, num_samples)
+    assert torch.linalg.eigvalsh(covariance(varying).double())[-1] > 10 * floor_of(varying)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_rounding_of_a_half_type_counts_where_there_is_nothing_else(dtype):
+    constant = torch.full((2, 64), 3.0, dtype=dtype)
+    neighbours = constant.clone()
+    neighbours[:, ::2] += 3 * torch.finfo(dtype).eps / 2
+    assert covariance(neighbours.float()).trace() > 0
+    assert floor_of(neighbours) >= covariance(neighbours.float()).trace()
+    varying = (constant + noise(2, 64)).to(dtype)
+    assert floor_of(varying) == floor_of(varying.float())
+
+
+def floor_of(X):
+    return noise_floor(X.float().mean(-1), covariance(X.float()).trace(), X.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,7 +9,10 @@ from orthocond._core.applying import applied, is_plain
 from orthocond._core.precision import at_least_float32, autocast_off, lift, widen
 from orthocond.errors import ArgumentError, check_matrix
 
-__all__ = ["centred", "covariance", "noise_floor", "trace"]
+__all__ = ["centred", "covariance", "noise_floor", "sum_of_products", "trace"]
+
+_LONGEST = 4096
+"""How many terms a sum may have: a million of them, added by one product of float32, lose three digits."""
 
 
 def covariance(X: Tensor, *, dim: int = -1) -> Tensor:
@@ -84,6 +87,17 @@ def noise_floor(mean: Tensor, trace: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(trace.detach().to(coarse) <= coarse, coarse, floor)
 
 
+def sum_of_products(X: Tensor, Y: Tensor, *, longest: int = _LONGEST) -> Tensor:
+    """Return ``X Y^H`` over samples ``(..., d, N)`` and ``(..., e, N)``, in sums of at most ``longest`` terms."""
+    num_samples = X.shape[-1]
+    if num_samples <= longest:
+        return X @ Y.mH
+    whole = num_samples // longest * longest
+    pieces = (part[..., :whole].unflatten(-1, (-1, longest)).transpose(-3, -2) for part in (X, Y))
+    total: Tensor = (next(pieces) @ next(pieces).mH).sum(-3)
+    return total if whole == num_samples else total + X[..., whole:] @ Y[..., whole:].mH
+
+
 def trace(P: Tensor) -> Tensor:
     """Return the traces ``(...)`` of matrices ``(..., d, d)``."""
     return P.diagonal(dim1=-2, dim2=-1).sum(-1)
@@ -105,7 +119,7 @@ class _Covariance(torch.autograd.Function):
     @staticmethod
     def forward(X: Tensor) -> Tensor:
         shifted, rest = _shifted(X)
-        return (shifted @ shifted.mH).div_(X.shape[-1]) - rest @ rest.mH
+        return sum_of_products(shifted, shifted).div_(X.shape[-1]) - rest @ rest.mH
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -122,7 +136,7 @@ class _Covariance(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, direction: Tensor) -> Tensor:
         (X,) = ctx.saved_tensors
-        half: Tensor = centred(direction) @ centred(X).mH / X.shape[-1]
+        half: Tensor = sum_of_products(centred(direction), centred(X)) / X.shape[-1]
         return half + half.mH
 
 

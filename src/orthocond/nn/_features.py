@@ -16,9 +16,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from orthocond.linalg._covariance import sum_of_products
+
 __all__ = ["Features", "features"]
 
-_LONG = 256
+_SHORT, _LONG = 256, 4096
 """With as many positions, an image is worth a product of its own."""
 
 _PIECE = 2**20
@@ -86,7 +88,7 @@ class _Planes(Features):
         sums, products = [], []
         for x, y in zip(self._by_piece(), other._by_piece(), strict=True):
             sums.append(x.sum(-1).unflatten(0, (-1, self.groups)).sum(0))
-            products.append(torch.bmm(x, y.mT).unflatten(0, (-1, self.groups)).sum(0))
+            products.append(sum_of_products(x, y).unflatten(0, (-1, self.groups)).sum(0))
         return _total(sums), _total(products)
 
     def map(self, weight: Tensor, bias: Tensor) -> Self:
@@ -133,16 +135,13 @@ class _Rows(Features):
         sums, products = [], []
         for x, y in zip(self._by_piece(), other._by_piece(), strict=True):
             sums.append(x.sum(1))
-            products.append(self._product(x, y))
+            products.append(sum_of_products(x.mT, y.mT, longest=self._longest()))
         return _total(sums), _total(products)
 
-    def _product(self, x: Tensor, y: Tensor) -> Tensor:
+    def _longest(self) -> int:
+        """Return how many samples a product has: image by image, shorter sums are faster, too, than one long one."""
         positions = math.prod(self.shape[2:])
-        if positions < _LONG:
-            return torch.bmm(x.mT, y)
-        # Image by image: shorter sums are faster and more accurate than one long one.
-        products: Tensor = x.unflatten(1, (-1, positions)).mT @ y.unflatten(1, (-1, positions))
-        return products.sum(1)
+        return positions if _SHORT <= positions <= _LONG else _LONG
 
     def map(self, weight: Tensor, bias: Tensor) -> Self:
         return self._like(torch.baddbmm(bias.unsqueeze(1), self.matrices, weight.mT))

@@ -264,7 +264,8 @@ _DOC = """Whitens {what} by the covariance of its channels over the batch, ZCA, 
 
     In training, mean and covariance are those of the batch; in eval, the running mean and the running whitening matrix
     are used, so the layer is one linear map. Directions in which the features don't vary (a 3x3 convolution from 3 to
-    64 channels has 37 of them) are left at zero instead of being blown up: see ``rtol``.
+    64 channels has 37 of them) are left at zero instead of being blown up: see ``rtol``. So are features whose variance
+    is no more than the rounding of their mean, whatever ``rtol`` is, unless ``eps`` is larger than that.
 
     *Gradient:* exact, at repeated and zero eigenvalues too, in one function with five products over the features; of
     the features only the input is kept. Differentiable twice (without ``sync``).
