@@ -27,7 +27,7 @@ from orthocond.graph import tensors, unwrapped
 from orthocond.linalg import covariance, solver_failures, spectrum
 from orthocond.linalg._covariance import noise_floor, trace
 from orthocond.linalg._spectrum import spectrum_of
-from orthocond.nn._meta import MetaLayer
+from orthocond.nn import MetaLayer
 
 __all__ = ["ConditionMonitor"]
 

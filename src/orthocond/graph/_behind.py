@@ -7,12 +7,12 @@ from typing import Any
 import torch.fx
 from torch import Tensor, nn
 
+from orthocond._core.tracing import LINEAR_LAYERS, Tracer
 from orthocond.errors import ArgumentError
 from orthocond.graph._join import Join
 from orthocond.graph._pre_svd import channel_dim, find_pre_svd
 from orthocond.graph._running import call, evaluating, tensors
-from orthocond.nn._in_front import LINEAR_LAYERS, Tracer
-from orthocond.nn._meta import MetaLayer
+from orthocond.nn import MetaLayer
 
 __all__ = ["meta_layer_behind"]
 

@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 from orthocond.errors import ArgumentError
 from orthocond.graph._join import Feed, Join, fed_channels, runs
 from orthocond.graph._running import call, evaluating, tensors, unwrapped
-from orthocond.nn._meta import MetaLayer
+from orthocond.nn import MetaLayer
 
 __all__ = ["find_pre_svd", "has_matrix"]
 

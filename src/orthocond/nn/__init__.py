@@ -8,6 +8,7 @@ from orthocond.nn._coloring import WhiteningColoring2d, whiten_color
 from orthocond.nn._convert import convert_batchnorm
 from orthocond.nn._fold import fold
 from orthocond.nn._frechet import FrechetLoss
+from orthocond.nn._meta import MetaLayer
 from orthocond.nn._norm import DecorrelatedBatchNorm1d, DecorrelatedBatchNorm2d, DecorrelatedBatchNorm3d
 from orthocond.nn._orthogonal import KINDS, is_orthogonal, orthogonal_loss, orthogonal_weight
 from orthocond.nn._pool import CovariancePool2d
@@ -21,6 +22,7 @@ __all__ = [
     "DecorrelatedBatchNorm2d",
     "DecorrelatedBatchNorm3d",
     "FrechetLoss",
+    "MetaLayer",
     "RotationHead",
     "WhiteningColoring2d",
     "convert_batchnorm",

@@ -9,18 +9,13 @@ import textwrap
 from collections import Counter
 from typing import Any
 
-import torch
-import torch.fx
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from orthocond.nn._meta import MetaLayer
+from orthocond._core.tracing import LINEAR_LAYERS, Tracer
 from orthocond.nn._norm import _DecorrelatedBatchNorm
-from orthocond.nn._skew import SkewOrthogonalConv2d
 
-__all__ = ["LINEAR_LAYERS", "Tracer", "layers_in_front"]
-
-LINEAR_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+__all__ = ["layers_in_front"]
 
 _CALLS_ITS_PARTS = (
     nn.Sequential,
@@ -31,14 +26,6 @@ _CALLS_ITS_PARTS = (
     AveragedModel,
 )
 """Modules whose children are called as they are, never taken apart."""
-
-
-class Tracer(torch.fx.Tracer):
-    """Traces models with meta-layers and orthogonal operators as they are, without looking inside."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return whether a module is one node of the trace."""
-        return isinstance(m, MetaLayer | SkewOrthogonalConv2d) or super().is_leaf_module(m, module_qualified_name)
 
 
 def layers_in_front(model: nn.Module) -> tuple[dict[nn.Module, nn.Module], dict[nn.Module, str]]:

@@ -11,7 +11,15 @@ __all__ = ["MetaLayer"]
 
 
 class MetaLayer(nn.Module):
-    """A layer that takes a root of a covariance."""
+    """A layer that takes a function of a covariance; the base class of the meta-layers.
+
+    `orthocond.find_pre_svd`, `orthocond.ConditionMonitor` and the treatments find meta-layers by this class.
+
+    Example:
+        >>> from orthocond.nn import CovariancePool2d
+        >>> isinstance(CovariancePool2d(), MetaLayer)
+        True
+    """
 
     eps: float
     rtol: float | None

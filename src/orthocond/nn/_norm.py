@@ -15,7 +15,7 @@ from orthocond._core.distributed import num_processes
 from orthocond._core.precision import at_least_float32, autocast_off, narrow
 from orthocond._core.registry import resolve
 from orthocond.errors import ArgumentError, OrthocondWarning, check_floating
-from orthocond.linalg._roots import SOLVERS
+from orthocond.linalg import SOLVERS
 from orthocond.nn._features import features
 from orthocond.nn._meta import MetaLayer
 from orthocond.nn._whitening import Statistics, check_num_samples, whiten, whiten_by_autograd
