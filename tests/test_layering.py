@@ -12,7 +12,7 @@ FILES = {
     "house/_core/shared.py": "",
     "house/linalg/_roots.py": "from house._core.shared import anything",
     "house/nn/__init__.py": "from house.linalg import public\nfrom house.nn._norm import Norm",
-    "house/nn/_norm.py": "from house import linalg\nfrom house.linalg import _secret\nlinalg._roots.sqrt; linalg.__all__",
+    "house/nn/_norm.py": "from house import linalg\nfrom house.linalg import _secret\nlinalg._roots.sqrt, linalg.f",
     "house/lab/__init__.py": "from house._core import shared\nfrom house.lab._own import own\nimport torch._C",
     "house/lab/_own.py": "import house.linalg._roots as roots",
 }
