@@ -201,6 +201,43 @@ def test_operator_is_orthogonal_as_a_matrix_and_trains():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("channels", [(4, 4), (2, 6), (6, 2)])
+@pytest.mark.parametrize("scale", [1e-3, 0.1, 1.0, 5.0])
+def test_operator_is_the_exponential_of_its_convolution(channels, scale):
+    layer = orthogonal_weight(nn.Conv2d(*channels, 3, padding=1, bias=False), kind="operator")
+    nn.init.normal_(layer.weight, std=scale)
+    kernel = (layer.weight - layer.weight.flip(-1, -2).transpose(0, 1)).detach().double()
+    size = len(kernel)
+    basis = torch.eye(size * 9, dtype=torch.float64).view(-1, size, 3, 3)
+    L = nn.functional.conv2d(basis, kernel, padding=1).flatten(1).T
+    x = noise(5, channels[0], 3, 3)
+    padded = nn.functional.pad(x.double(), (0, 0, 0, 0, 0, size - channels[0])).flatten(1)
+    truth = (padded @ torch.linalg.matrix_exp(L).T).view(5, size, 3, 3)[:, : channels[1]]
+    # The error of exp(L) for a kernel in float32, its rounding, grows with the norm of L.
+    assert torch.allclose(layer(x).double(), truth, atol=1e-6 * layer.norm_bound)
+
+
+def test_gradcheck_of_the_operator():
+    layer = orthogonal_weight(nn.Conv2d(1, 2, 3, padding=1).double(), kind="operator")
+
+    def images(x, weight):
+        return torch.func.functional_call(layer, {"weight": weight}, x)
+
+    inputs = noise(2, 1, 3, 3, dtype=torch.float64), layer.weight.detach()
+    assert torch.autograd.gradcheck(images, tuple(each.requires_grad_() for each in inputs), atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(64, 27), (16, 16), (8, 40)])
+@pytest.mark.parametrize("scale", [2.0**-20, 1.0, 65536.0, 1e30])
+def test_the_gradient_is_as_accurate_at_any_scale_of_the_loss(shape, scale):
+    layer = orthogonal_weight(nn.Linear(*shape[::-1], bias=False))
+    wide = copy.deepcopy(layer).double()
+    G = noise(*shape)
+    found, truth = (torch.autograd.grad(each.weight, list(each.parameters()), g)[0]
+                    for each, g in ((layer, scale * G), (wide, G.double())))  # fmt: skip
+    assert ((found.double() / scale - truth).norm() / truth.norm()).item() < 3e-6
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of torch.compile's own
 def test_operator_survives_copies_compile_and_state():
     layer = orthogonal_weight(nn.Conv2d(3, 8, 3, padding=1), kind="operator")

@@ -9,6 +9,7 @@ from orthocond._core.applying import is_plain
 from orthocond._core.layout import Layout
 from orthocond._core.precision import autocast_off, lift, narrow
 from orthocond.errors import ArgumentError, check_choice, check_matrix
+from orthocond.nn._exponential import exponential
 from orthocond.nn._skew import SkewOrthogonalConv2d
 
 __all__ = ["KINDS", "OrthogonalKernel", "is_orthogonal", "orthogonal_loss", "orthogonal_weight"]
@@ -237,13 +238,12 @@ def _exponential_frame(W: Tensor) -> Tensor:
     n, k = W.shape[-2:]
     if n <= 2 * k:
         square = nn.functional.pad(W, (0, n - k))
-        frame: Tensor = torch.linalg.matrix_exp(square - square.mT)[..., :k]
-        return frame
+        return exponential(square - square.mT)[..., :k]
     W1, W2 = W[..., :k, :], W[..., k:, :]
     C = W2.mT @ W2
     c = torch.linalg.matrix_norm(C.detach(), keepdim=True).sqrt().clamp(min=torch.finfo(W.dtype).tiny ** 0.5)
     identity = torch.eye(k, dtype=W.dtype, device=W.device).expand_as(C)
     top = torch.cat([W1 - W1.mT, -C / c], -1)
     bottom = torch.cat([c * identity, torch.zeros_like(C)], -1)
-    columns = torch.linalg.matrix_exp(torch.cat([top, bottom], -2))[..., :k]
+    columns = exponential(torch.cat([top, bottom], -2))[..., :k]
     return torch.cat([columns[..., :k, :], W2 @ (columns[..., k:, :] / c)], -2)

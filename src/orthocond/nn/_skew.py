@@ -25,21 +25,27 @@ class SkewOrthogonalConv2d(nn.Conv2d):
     :math:`s` first moves the pixels of ``s x s`` blocks into channels. With at least as many output channels as (moved)
     input channels the norm is preserved exactly; with fewer it can only fall.
 
-    The series is summed for :math:`L/m` and applied :math:`m` times, with :math:`m` from a bound of its norm, so that
-    it converges to float32 rounding. It depends on the data, so `torch.compile` breaks the graph there unless the
-    kernel is normalised, and `torch.export` takes the :math:`m` of the last call, which is saved with the state.
+    It is summed as the Chebyshev series on the spectrum, an interval of the imaginary axis: with :math:`\|L\| \le b`,
+    an integer, and Bessel functions :math:`J_k`,
+
+    .. math:: \exp(L) x = J_0(b) x + 2 \sum_{k=1}^{K} J_k(b) u_k, \quad u_{k+1} = \tfrac{2}{b} L u_k + u_{k-1}
+
+    from :math:`u_0 = x`, :math:`u_1 = L x / b`. What is left out is below 3e-8 of the input: that takes 8 convolutions
+    for :math:`b = 1`, of which the first has the input's channels alone, and about :math:`b + 10` for a larger bound.
+    No term is larger than the input, so nothing cancels. The bound depends on the data, so `torch.compile` breaks the
+    graph there unless the kernel is normalised, and `torch.export` takes that of the last call, which is saved with the
+    state.
 
     Reference:
         Singla and Feizi, Skew orthogonal convolutions, ICML 2021; the bound: Singla and Feizi, Fantastic four: bounds
-        on the singular values of convolution layers, ICLR 2021.
+        on the singular values of convolution layers, ICLR 2021; the series: Tal-Ezer and Kosloff, J. Chem. Phys. 81
+        (1984) 3967.
     """
 
-    num_terms = 10
-    """The terms of the series; the next one is at most ``1 / 11!``, 3e-8, of the input."""
     normalize = False
     """Whether the kernel is scaled down to a norm of at most 1, by its bound."""
-    num_repeats = 4
-    """How often the exponential of the divided kernel is applied."""
+    norm_bound = 4
+    """What the norm of the kernel, as a map of images, is at most."""
 
     @classmethod
     def take_over(cls, module: nn.Module, name: str = "weight", *, normalize: bool = False) -> Self:
@@ -77,29 +83,35 @@ class SkewOrthogonalConv2d(nn.Conv2d):
         if x.shape[-1] % stride or x.shape[-2] % stride:
             raise ArgumentError(f"an orthogonal stride of {stride} expected images it divides, got {tuple(x.shape)}.")
         x = nn.functional.pixel_unshuffle(x, stride) if stride > 1 else x
-        x = nn.functional.pad(x, (0, 0, 0, 0, 0, len(self.weight) - x.shape[1]))
         kernel = self.weight - self.weight.flip(-1, -2).transpose(0, 1)
         if self.normalize:
             kernel = kernel / _norm_bound(kernel).to(kernel)
-            self.num_repeats = 1
+            self.norm_bound = 1
         elif not torch.compiler.is_exporting():
-            self.num_repeats = _num_repeats(kernel.detach())
-        kernel = kernel / self.num_repeats
-        for _ in range(self.num_repeats):
-            term = x
-            for k in range(1, self.num_terms + 1):
-                term = self._convolve(term, kernel) / k
-                x = x + term
-        x = x[:, : self.out_channels]
+            self.norm_bound = _whole_bound(kernel.detach())
+        x = self._exponential(x, kernel / self.norm_bound)
         return x if self.bias is None else x + self.bias.view(-1, 1, 1)
+
+    def _exponential(self, x: Tensor, kernel: Tensor) -> Tensor:
+        """Return the exponential of the kernel times its bound, applied to images of as many channels or fewer."""
+        first, *others, last = _coefficients(self.norm_bound)
+        term = self._convolve(x, kernel[:, : x.shape[1]])  # channels that the input lacks are zeros
+        before = nn.functional.pad(x, (0, 0, 0, 0, 0, len(kernel) - x.shape[1]))
+        twice = 2 * kernel
+        result = first * before
+        for k, coefficient in enumerate(others, start=1):
+            result = torch.add(result, term, alpha=coefficient)
+            needed = len(kernel) if k < len(others) else self.out_channels
+            term, before = self._convolve(term, twice[:needed]) + before[:, :needed], term
+        return torch.add(result[:, : self.out_channels], term, alpha=last)
 
     def get_extra_state(self) -> dict[str, int]:
         """Return what the state holds beside tensors."""
-        return {"num_repeats": self.num_repeats}
+        return {"norm_bound": self.norm_bound}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
         """Take it over."""
-        self.num_repeats = state["num_repeats"]
+        self.norm_bound = state["norm_bound"]
 
     def _convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
         padding = _padding(self)
@@ -114,11 +126,32 @@ def _padding(module: nn.Conv2d) -> tuple[int, ...]:
 
 
 @uncompiled
-def _num_repeats(kernel: Tensor) -> int:
+def _whole_bound(kernel: Tensor) -> int:
     bound = float(_norm_bound(kernel))
     if not math.isfinite(bound):
         raise NonFiniteError("the kernel of an orthogonal convolution holds NaN or infinity; lower the learning rate.")
     return math.ceil(bound)
+
+
+def _coefficients(bound: int) -> tuple[float, ...]:
+    """Return ``J_0(b), 2 J_1(b), ..., 2 J_K(b)``, where the rest sums to less than 1 / 11!, 3e-8.
+
+    By the recurrence ``J_(k-1) = (2 k / b) J_k - J_(k+1)`` downwards from where they vanish, normalised by
+    ``J_0 + 2 J_2 + 2 J_4 + ... = 1`` (Miller's algorithm).
+    """
+    start = 2 * (bound + 20 + int(4 * bound ** (1 / 3)) // 2)
+    values = [0.0] * (start + 2)
+    values[start] = 1.0
+    for k in range(start, 0, -1):
+        values[k - 1] = 2 * k / bound * values[k] - values[k + 1]
+        if abs(values[k - 1]) > 1e200:
+            values = [value * 1e-200 for value in values]
+    total = values[0] + 2 * sum(values[2::2])
+    doubled = [2 * value / total for value in values]
+    num_terms = len(doubled)
+    while sum(map(abs, doubled[num_terms - 1 :])) < 1 / math.factorial(11):
+        num_terms -= 1
+    return doubled[0] / 2, *doubled[1:num_terms]
 
 
 def _norm_bound(kernel: Tensor) -> Tensor:

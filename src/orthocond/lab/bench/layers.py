@@ -1,6 +1,6 @@
 """``bench layers``: whitening against batch norm, covariance against average pooling, orthogonal against plain weights.
 
-The reference of every ratio is the plain layer in the same round: `torch.nn.BatchNorm2d` of the same memory layout, the
+The reference of every ratio is the plain layer in the same round: `torch.nn.BatchNorm2d` of the same memory layout, a
 convolution alone, average pooling, `torch.nn.utils.parametrizations.orthogonal`.
 """
 
@@ -26,7 +26,7 @@ class Cell:
     """What is compared, on which shape."""
 
     subject: str
-    """``"norm"``, ``"folded"``, ``"pool"`` or ``"weight"``."""
+    """``"norm"``, ``"folded"``, ``"pool"``, ``"operator"`` or ``"weight"``."""
     shape: tuple[int, ...]
     layout: str = "contiguous"
     mode: str = "training"
@@ -41,6 +41,7 @@ def cells(*, quick: bool) -> Iterator[Cell]:
     image, pooled = ((2, 16, 8, 8), (2, 16, 8, 8)) if quick else ((32, 64, 32, 32), (32, 128, 14, 14))
     yield from (Cell("folded", image, layout, "eval") for layout in _LAYOUTS)
     yield from (Cell("pool", pooled, mode=mode) for mode in ("training", "eval"))
+    yield Cell("operator", (2, 3, 8, 8) if quick else (32, 3, 32, 32))
     for weight in [(16, 8)] if quick else [(64, 27), (256, 256), (256, 576)]:
         yield from (Cell("weight", weight, mode=mode) for mode in ("training", "eval"))
 
@@ -48,7 +49,8 @@ def cells(*, quick: bool) -> Iterator[Cell]:
 def measure(cell: Cell, *, quick: bool) -> list[dict[str, Any]]:
     """Return a record for each contestant; the first of them is the reference."""
     torch.manual_seed(0)
-    records = {"norm": _norms, "folded": _folded, "pool": _pools, "weight": _weights}[cell.subject](cell)
+    makers = {"norm": _norms, "folded": _folded, "pool": _pools, "operator": _operators, "weight": _weights}
+    records = makers[cell.subject](cell)
     # Whitening and batch norm are bound by the memory, whose speed varies most.
     budget = Budget(0.0, fewest=3) if quick else Budget(10.0 if cell.subject == "norm" else 4.0, fewest=7, most=200)
     passes = alternate({name: entry.contestant for name, entry in records.items()}, budget)
@@ -159,6 +161,41 @@ class UsualPool(nn.Module):
         Q: Tensor = (U * (eigenvalues.clamp(min=0) + self.eps).sqrt().unsqueeze(-2)) @ U.mT
         row, column = torch.triu_indices(Q.shape[-1], Q.shape[-1], device=Q.device)
         return Q[:, row, column]
+
+
+def _operators(cell: Cell) -> dict[str, _Entry]:
+    def convolution() -> nn.Module:
+        return nn.Conv2d(cell.shape[1], 64, 3, padding=1)
+
+    layers = {
+        "convolution to 64 channels": convolution(),
+        "orthogonal operator": orthogonal_weight(convolution(), kind="operator"),
+        "the same, normalised": orthogonal_weight(convolution(), kind="operator", normalize=True),
+        "normalised, ten terms of the Taylor series": UsualOperator(cell.shape[1], 64),
+    }
+    return {name: _entry(layer, cell) for name, layer in layers.items()}
+
+
+class UsualOperator(nn.Module):
+    """The skew orthogonal convolution as it is usually written: a term of the Taylor series for each convolution."""
+
+    def __init__(self, in_channels: int, channels: int) -> None:
+        super().__init__()
+        self.in_channels = in_channels
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(channels, channels, 3, 3)),
+            nn.Parameter(torch.zeros(channels)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return images ``(N, channels, H, W)`` of ``x`` ``(N, in_channels, H, W)``."""
+        kernel = self.weight - self.weight.flip(-1, -2).transpose(0, 1)
+        kernel = kernel / (3 * torch.linalg.matrix_norm(kernel.flatten(1), ord=2))
+        y = term = nn.functional.pad(x, (0, 0, 0, 0, 0, len(kernel) - self.in_channels))
+        for k in range(1, 11):
+            term = nn.functional.conv2d(term, kernel, padding=1) / k
+            y = y + term
+        return y + self.bias.view(-1, 1, 1)
 
 
 def _entry(layer: nn.Module, cell: Cell) -> _Entry:

@@ -34,7 +34,9 @@ def tables(subject: str, entry: Mapping[str, Any]) -> list[Table]:
         ],
         "polar": lambda entry: [_polar(entry["records"])],
         "geometry": lambda entry: [_geometry(entry["records"])],
-        "layers": lambda entry: [_layers(entry["records"], name) for name in _LAYERS],
+        "layers": lambda entry: [
+            _layers(entry["records"], name) for name in _LAYERS if any(r["subject"] == name for r in entry["records"])
+        ],
         "step": lambda entry: [_steps(entry["records"]), _added(entry["records"])],
     }
     return makers[subject](entry)
@@ -193,6 +195,7 @@ _LAYERS = {
     "norm": "Whitening against batch norm",
     "folded": "Inference, whitening folded into the convolution in front",
     "pool": "Covariance pooling against average pooling",
+    "operator": "Convolutions that are orthogonal as a map of images",
     "weight": "Orthogonal weights",
 }
 
