@@ -108,7 +108,7 @@ def test_polar_and_layers_are_sane(records):
     assert errors["svd"] < 1e-6
     assert 0.05 < errors[muon] < 0.6
     own = records["layers"]
-    assert {r["subject"] for r in own} == {"norm", "folded", "pool", "weight"}
+    assert {r["subject"] for r in own} == {"norm", "folded", "pool", "operator", "weight"}
     assert {r["layout"] for r in own} == {"contiguous", "channels last"}
     assert all(r["is_orthogonal"] for r in own if r["contestant"] == "orthogonal_weight")
     kept = {r["contestant"]: r["saved"] for r in own if r["subject"] == "norm" and r["mode"] == "training"}
