@@ -76,7 +76,7 @@ pictures: $(LAB)  ## the pictures of docs/explanation, again
 	$(BIN)/python docs/explanation/pictures.py
 
 bench: $(STAMP)  ## what things cost, measured side by side: results/bench, docs/benchmark.md; 20 minutes, on a quiet machine
-	for subject in solvers polar geometry layers step; do \
+	for subject in solvers functions polar geometry layers step; do \
 		$(BIN)/python -m orthocond bench $$subject --json results/bench/$$subject.json || exit 1; \
 	done
 	$(BIN)/python -m orthocond.lab.bench.page docs/benchmark.md results/bench/*.json

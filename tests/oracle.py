@@ -1,5 +1,7 @@
 """Slow and readable truths, in float64 or with 50 digits, each by another way than the library's."""
 
+import functools
+
 import mpmath
 import numpy as np
 import scipy.linalg
@@ -38,6 +40,13 @@ SCALARS = {
 """The spectral functions as scalar functions with 50 digits."""
 
 
+@functools.lru_cache(maxsize=8)
+def _eigen(rows: tuple[tuple[complex, ...], ...]):
+    """The eigenvalues and eigenvectors of a matrix with 80 digits, kept for its next function."""
+    A = mpmath.matrix(rows)
+    return mpmath.eighe(A) if isinstance(rows[0][0], complex) else mpmath.eigsy(A)
+
+
 def exact_function(A: Tensor, G: Tensor, scalar, *, eps: float = 0.0) -> tuple[Tensor, Tensor]:
     """f(A + eps I) and the gradient of <G, f(A + eps I)> for one matrix, with 50 digits, as the theorem is written.
 
@@ -45,7 +54,7 @@ def exact_function(A: Tensor, G: Tensor, scalar, *, eps: float = 0.0) -> tuple[T
     """
     n = A.shape[-1]
     with mpmath.workdps(80):
-        l, U = mpmath.eighe(mpmath.matrix(A.tolist())) if A.is_complex() else mpmath.eigsy(mpmath.matrix(A.tolist()))
+        l, U = _eigen(tuple(map(tuple, A.tolist())))
         l = [x + mpmath.mpf(eps) for x in l]
         f = [scalar(x) for x in l]
         scale = max(abs(x) for x in l)

@@ -34,6 +34,15 @@ def test_learned_weights_align_in_spite_of_outliers(tmp_path):
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
+def test_a_generator_learns_by_the_frechet_distance(tmp_path):
+    output = run(EXAMPLES / "digits_generator.py", tmp_path / "picture.png")
+    assert "usual formula: distance 11.4" in output
+    assert "norm of the gradient nan" in output
+    before, after = (float(line.split()[-1]) for line in output.splitlines() if line.startswith("distance"))
+    assert after < 0.1 * before
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
 def test_the_ddp_example_runs_on_two_processes():
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     assert "the same weights on all processes: True" in run(*launcher, EXAMPLES / "ddp.py")

@@ -13,8 +13,9 @@ from orthocond.lab.bench.measure import Budget, alternate, saved_bytes
 from orthocond.lab.bench.page import main as page_main
 from orthocond.lab.bench.page import write_page
 from orthocond.lab.bench.problems import EPS, SPECTRA, oracle, polar_factor, problem
+from orthocond.lab.bench.promises import promises
 from orthocond.lab.bench.run import SUBJECTS, BenchError, read_results, write_results
-from orthocond.lab.bench.tables import promises, tables
+from orthocond.lab.bench.tables import tables
 
 import oracle as truth
 from cases import noise

@@ -61,7 +61,7 @@ def _ties(call: Call, gradient: Gradient | None, index: int) -> tuple[str, str]:
     else:
         reason += (
             f"{_came_back(gradient, index)} The loss itself is well posed: it doesn't depend on the choice of "
-            "{vectors}, so its true gradient is finite."
+            f"{vectors}, so its true gradient is finite."
         )
     return reason, (
         "Replace the decomposition, and what is built from it, by one function whose gradient needs no difference:\n"

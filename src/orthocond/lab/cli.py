@@ -228,8 +228,9 @@ def bench_command(
     json: Annotated[Path | None, typer.Option(help="File for the results, beside the environment.")] = None,
 ) -> None:
     """Measure what things cost, side by side with what one would use instead."""
+    from orthocond.lab.bench.promises import promises
     from orthocond.lab.bench.run import SUBJECTS, check_place, run, write_results
-    from orthocond.lab.bench.tables import promises, tables
+    from orthocond.lab.bench.tables import tables
 
     if subject is not None:
         check_choice(subject, SUBJECTS, "subject", "bench")

@@ -122,8 +122,8 @@ def _log_gaps(l: Tensor) -> Tensor:
 def _power_first(l: Tensor, exponent: float) -> Tensor:
     t = _log_gaps(l)
     ratio = torch.expm1(t * -abs(exponent)).div_(torch.expm1(-t))
-    if exponent < 0:  # s^p is the larger of the two powers, 1 / m the smaller of the two inverses
-        return ratio.mul_(_outer_max(-_power(l, exponent), smaller=True)).mul_(_outer_max(1 / l, smaller=True))
+    if exponent < 0:  # s^p is the larger of the two powers
+        return ratio.mul_(_outer_max(_power(l, exponent), smaller=False)).div_(_outer_max(l, smaller=False)).neg_()
     return ratio.mul_(_outer_max(_power(l, exponent - 1), smaller=exponent < 1))
 
 

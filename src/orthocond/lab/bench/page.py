@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from orthocond.lab.bench.promises import promises
 from orthocond.lab.bench.run import SUBJECTS, BenchError, read_results
 from orthocond.lab.bench.solvers import ACCURATE, DEFAULT
-from orthocond.lab.bench.tables import Table, promises, tables
+from orthocond.lab.bench.tables import Table, tables
 
 __all__ = ["draw", "main", "markdown", "write_page"]
 

@@ -10,9 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-__all__ = ["PACKAGES", "inverse_roots", "orthogonal_parametrizations", "polar_factors", "rotations", "shifted", "state"]
+__all__ = [
+    "PACKAGES",
+    "inverse_roots",
+    "orthogonal_parametrizations",
+    "polar_factors",
+    "rotations",
+    "shifted",
+    "spectral_functions",
+    "state",
+]
 
-PACKAGES = {"torchspd": "torchspd", "spd_learn": "spd_learn.functional", "geotorch": "geotorch", "roma": "roma"}
+PACKAGES = {
+    "torchspd": "torchspd",
+    "spd_learn": "spd_learn.functional",
+    "pyriemann": "pyriemann.geometry.base",
+    "POT": "ot.backend",
+    "geotorch": "geotorch",
+    "roma": "roma",
+}
 """By name, the module that is needed of each."""
 
 
@@ -33,6 +49,31 @@ def inverse_roots() -> dict[str, Callable[[Tensor], Tensor]]:
             "spd_learn": lambda package: package.matrix_inv_sqrt.apply,
         }
     )
+
+
+def spectral_functions(name: str) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return functions from symmetric matrices to one of `orthocond.linalg.FUNCTIONS` of them, by the package's name.
+
+    Where a package has no such function it is left out. The formula that POT's torch backend and most code use,
+    autograd through ``torch.linalg.eigh``, is among them.
+    """
+    short, _, exponent = name.removesuffix(")").partition("(exponent=")
+    p = float(exponent or {"sqrt": 0.5, "inv_sqrt": -0.5}.get(short, 0.0))
+    spd_learn = {"sqrt": "matrix_sqrt", "inv_sqrt": "matrix_inv_sqrt", "log": "matrix_log", "exp": "matrix_exp"}
+    common = {"sqrt": "sqrtm", "inv_sqrt": "invsqrtm", "log": "logm", "exp": "expm"}  # of torchspd and pyriemann
+
+    def by_common_name(package: Any) -> Callable[[Tensor], Tensor]:
+        return getattr(package, common[short]) if short in common else lambda A: package.powm(A, p)
+
+    def of_spd_learn(package: Any) -> Callable[[Tensor], Tensor]:
+        if short in spd_learn:
+            return getattr(package, spd_learn[short]).apply  # type: ignore[no-any-return]
+        return lambda A: package.matrix_power.apply(A, torch.tensor(p, dtype=A.dtype))
+
+    makers = {"torchspd": by_common_name, "spd_learn": of_spd_learn, "pyriemann": by_common_name}
+    if short == "sqrt":
+        makers["POT"] = lambda package: package.TorchBackend().sqrtm
+    return _installed(makers)
 
 
 def _inverted(A: Tensor) -> Tensor:
@@ -86,7 +127,7 @@ def _module(package: str) -> Any | None:
 
 def _why_not(package: str) -> str:
     """Return why a package can't be imported; nothing if it can."""
-    if importlib.util.find_spec(package) is None:
+    if importlib.util.find_spec(PACKAGES[package].partition(".")[0]) is None:
         return "not installed"
     try:
         importlib.import_module(PACKAGES[package])

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from orthocond.errors import OrthocondError
 from orthocond.lab import processor
-from orthocond.lab.bench import geometry, layers, peers, polar, solvers, step
+from orthocond.lab.bench import functions, geometry, layers, peers, polar, solvers, step
 from orthocond.lab.runs import environment
 
 __all__ = ["SUBJECTS", "BenchError", "Subject", "check_place", "read_results", "run", "write_results"]
@@ -39,6 +39,7 @@ class Subject:
 SUBJECTS = MappingProxyType(
     {
         "solvers": Subject("inverse roots by every solver and gradient rule", solvers.cells, solvers.measure),
+        "functions": Subject("errors of the spectral functions", functions.cells, functions.measure),
         "polar": Subject("the nearest orthogonal matrix", polar.cells, polar.measure),
         "geometry": Subject("the nearest rotation", geometry.cells, geometry.measure),
         "layers": Subject("whitening, pooling and orthogonal weights", layers.cells, layers.measure),
@@ -69,6 +70,7 @@ def run(names: Iterable[str], *, quick: bool, console: Console) -> dict[str, Any
         entry = {"seconds": round(time.monotonic() - began, 1), "records": records}
         if name == "solvers":
             entry["growth"] = solvers.growth(records)
+            entry["functions"] = functions.times(quick=quick)
         found["subjects"][name] = entry
     return found
 

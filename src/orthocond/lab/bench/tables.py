@@ -1,16 +1,20 @@
-"""From results to tables: the figures that a person looks at, and whether what is promised holds."""
+"""From results to tables: the figures that a person looks at."""
 
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from orthocond.lab.bench.functions import FUNCTIONS, OURS
 from orthocond.lab.bench.problems import EPS, SPECTRA
 from orthocond.lab.bench.solvers import ACCURATE, DEFAULT
 
-__all__ = ["Table", "promises", "tables"]
+__all__ = ["Records", "Table", "always_accurate", "fastest", "mean_times", "step_seconds", "tables"]
 
 Records = list[dict[str, Any]]
+
+_MILD = 1e4
+"""Up to this condition number the errors of the spectral functions are shown; beyond, rounding the matrix decides."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,9 @@ def tables(subject: str, entry: Mapping[str, Any]) -> list[Table]:
             _fastest(entry["records"]),
             _whatever(entry["records"]),
             _growth(entry["growth"]),
+            *([_functions(entry["functions"])] if "functions" in entry else []),
         ],
+        "functions": lambda entry: [_accuracy(entry["records"])],
         "polar": lambda entry: [_polar(entry["records"])],
         "geometry": lambda entry: [_geometry(entry["records"])],
         "layers": lambda entry: [
@@ -40,17 +46,6 @@ def tables(subject: str, entry: Mapping[str, Any]) -> list[Table]:
         "step": lambda entry: [_steps(entry["records"]), _added(entry["records"])],
     }
     return makers[subject](entry)
-
-
-def promises(subjects: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return what is promised, what was found, and whether it holds, as far as it was measured."""
-    rows = []
-    for subject, checks in _PROMISES.items():
-        for promise, check in checks:
-            found = check(subjects[subject]["records"]) if subject in subjects else None
-            if found is not None:
-                rows.append([promise, found[0], "yes" if found[1] else "no"])
-    return Table("What is promised", "Medians of this run.", ["promise", "found", "holds"], rows)
 
 
 def _errors(records: Records) -> Table:
@@ -86,7 +81,7 @@ def _fastest(records: Records) -> Table:
         row = [f"{batch}x{size}x{size}"]
         for spectrum in SPECTRA:
             own = [r for r in records if (r["size"], r["batch"], r["spectrum"]) == (size, batch, spectrum)]
-            best = _best(own)
+            best = fastest(own)
             if best is None:
                 row.append("none" if own else "")
                 continue
@@ -104,9 +99,9 @@ def _fastest(records: Records) -> Table:
 
 
 def _whatever(records: Records) -> Table:
-    names = _always_accurate(records)
+    names = always_accurate(records)
     rows = []
-    for (size, batch), means in _means(records, names).items():
+    for (size, batch), means in mean_times(records, names).items():
         cells = [f"{means[name] / means[DEFAULT]:.2f}" if DEFAULT in means else "" for name in names if name in means]
         rows.append([f"{batch}x{size}x{size}", *cells])
     return Table(
@@ -118,14 +113,14 @@ def _whatever(records: Records) -> Table:
     )
 
 
-def _always_accurate(records: Records) -> list[str]:
+def always_accurate(records: Records) -> list[str]:
     """Return the contestants that are accurate wherever they were measured, the default first."""
     names = dict.fromkeys(r["contestant"] for r in records)
     kept = [name for name in names if all(map(_is_accurate, (r for r in records if r["contestant"] == name)))]
     return sorted(kept, key=lambda name: name != DEFAULT)
 
 
-def _means(records: Records, names: list[str]) -> dict[tuple[int, int], dict[str, float]]:
+def mean_times(records: Records, names: list[str]) -> dict[tuple[int, int], dict[str, float]]:
     """Return the mean time of the contestants for each size and batch."""
     means: dict[tuple[int, int], dict[str, float]] = {}
     for size, batch in dict.fromkeys((r["size"], r["batch"]) for r in records):
@@ -150,6 +145,49 @@ def _growth(growth: Records) -> Table:
             ]
             for g in growth
         ],
+    )
+
+
+def _functions(records: Records) -> Table:
+    names = list(dict.fromkeys(r["contestant"] for r in records))
+    by_place = {(r["size"], r["batch"], r["contestant"]): r for r in records}
+    return Table(
+        "Other functions over the inverse root",
+        "Forward and backward, over `matrix_inv_sqrth` of the same matrices.",
+        ["matrices", *names],
+        [
+            [f"{batch}x{size}x{size}", *(_times(by_place[size, batch, name]["over_root"]) for name in names)]
+            for size, batch in dict.fromkeys((r["size"], r["batch"]) for r in records)
+        ],
+    )
+
+
+def _accuracy(records: Records) -> Table:
+    dtypes = list(dict.fromkeys(r["dtype"] for r in records))
+    rows = []
+    for function, name in dict.fromkeys((r["function"], r["contestant"]) for r in records):
+        row = [function, name]
+        for dtype in dtypes:
+            own = [r for r in records if (r["function"], r["contestant"], r["dtype"]) == (function, name, dtype)]
+            mild = [r for r in own if r["condition"] <= _MILD]
+            worst = (
+                max((r[key] for r in mild if r[key] is not None), default=None)
+                for key in ("value_error", "gradient_error")
+            )
+            total = sum(r["problems"] for r in own)
+            row += [_number(error, "{:.0e}") or "none finite" for error in worst]
+            row += [f"{sum(r['not_finite'] for r in own)}", f"{100 * sum(r['within'] for r in own) / total:.1f}%"]
+        rows.append(row)
+    parts = ("value", "gradient", "not finite", "as good as can be")
+    return Table(
+        "Spectral functions against 50 digits",
+        f"{sum(r['problems'] for r in records if r['contestant'] == OURS) // len(FUNCTIONS) // len(dtypes)} matrices "
+        "for each function and dtype, with gaps from 0 to 0.1 and condition numbers from 1 to 1e12. Largest relative "
+        f"errors of value and gradient up to condition {_MILD:.0e}; the number of matrices with a result or a gradient "
+        "that is not finite; and the share within the promised errors, or 100 times what rounding the entries in "
+        "float64 causes, over all matrices.",
+        ["function", "package", *(f"{dtype}: {part}" for dtype in dtypes for part in parts)],
+        rows,
     )
 
 
@@ -250,7 +288,7 @@ def _steps(records: Records) -> Table:
 
 
 def _added(records: Records) -> Table:
-    step = _step_seconds(records)
+    step = step_seconds(records)
     return Table(
         "What is added to the step",
         f"On the stem alone, with it and without it; in percent of the step with svd, {step:.2f} s.",
@@ -267,80 +305,7 @@ def _added(records: Records) -> Table:
     )
 
 
-def _default_is_fastest(records: Records) -> tuple[str, bool] | None:
-    cells = dict.fromkeys((r["size"], r["batch"], r["spectrum"]) for r in records)
-    best = {key: _best([r for r in records if (r["size"], r["batch"], r["spectrum"]) == key]) for key in cells}
-    won = sum(winner is not None and winner["contestant"] == DEFAULT for winner in best.values())
-    return f"in {won} of {len(best)}", won == len(best)
-
-
-def _default_is_fastest_whatever(records: Records) -> tuple[str, bool] | None:
-    names = _always_accurate(records)
-    if DEFAULT not in names:
-        return "it is not accurate", False
-    means = _means(records, names).values()
-    won = sum(min(own, key=lambda name: own[name]) == DEFAULT for own in means)
-    return f"at {won} of {len(means)} sizes", won == len(means)
-
-
-def _small_is_cheap(records: Records) -> tuple[str, bool] | None:
-    place = ("contestant", "size", "batch", "spectrum")
-    return _below(records, "total", 2.5, dict(zip(place, (DEFAULT, 64, 1, next(iter(SPECTRA))), strict=True)))
-
-
-def _rotations_are_fast(records: Records) -> tuple[str, bool] | None:
-    return _over_roma(records, 3, 100_000, lambda r: float(r["total"]["ratio"]), 1.0)
-
-
-def _rotations_are_small(records: Records) -> tuple[str, bool] | None:
-    return _over_roma(records, 64, 2, lambda r: float(r["peak"]), 0.1)
-
-
-def _over_roma(
-    records: Records, size: int, batch: int, measured: Callable[[dict[str, Any]], float], bound: float
-) -> tuple[str, bool] | None:
-    own = {r["contestant"]: measured(r) for r in records if (r["size"], r["batch"]) == (size, batch)}
-    if "roma" not in own:
-        return None
-    ratio = own["nearest_rotation"] / own["roma"]
-    return f"{ratio:.2g}", ratio <= bound
-
-
-def _norm_is_cheap(records: Records) -> tuple[str, bool] | None:
-    own = [r for r in records if r["shape"] == [128, 64, 32, 32] and r["mode"] == "training"]
-    ratios = {r["layout"]: r["total"]["ratio"] for r in own if r["contestant"] == "DecorrelatedBatchNorm2d"}
-    if not ratios:
-        return None
-    layout = min(ratios, key=lambda name: ratios[name])
-    return f"{ratios[layout]:.2f}, {layout}", ratios[layout] <= 2
-
-
-def _everything_is_cheap(records: Records) -> tuple[str, bool] | None:
-    if not any(r["subject"] == "step" and r["network"] == "resnet50" for r in records):
-        return None
-    added = next(r["seconds"] for r in records if r["subject"] == "added" and r["part"] == "nog+ow+olr")
-    percent = 100 * added / _step_seconds(records)
-    return f"{percent:+.2f}%", percent <= 3
-
-
-_PROMISES: dict[str, list[tuple[str, Callable[[Records], tuple[str, bool] | None]]]] = {
-    "solvers": [
-        (f"{DEFAULT} is the fastest way to a gradient error below {ACCURATE:.0e}", _default_is_fastest),
-        ("the same, of the ways that are so whatever the spectrum", _default_is_fastest_whatever),
-        ("1x64x64 forward and backward at most 2.5 times eigh forward in float64", _small_is_cheap),
-    ],
-    "geometry": [
-        ("nearest_rotation at most the time of roma on 100000x3x3, forward and backward", _rotations_are_fast),
-        ("nearest_rotation at most a tenth of roma's memory on 64x64", _rotations_are_small),
-    ],
-    "layers": [
-        ("decorrelated batch norm at most 2 times BatchNorm2d on 128x64x32x32 in the better layout", _norm_is_cheap)
-    ],
-    "step": [("nog+ow+olr at most +3% of a ResNet-50 step", _everything_is_cheap)],
-}
-
-
-def _best(records: Records) -> dict[str, Any] | None:
+def fastest(records: Records) -> dict[str, Any] | None:
     """Return the fastest of those that are accurate."""
     return min(filter(_is_accurate, records), key=lambda r: float(r["total"]["ratio"]), default=None)
 
@@ -349,14 +314,8 @@ def _is_accurate(record: dict[str, Any]) -> bool:
     return "total" in record and record["gradient_error"] is not None and record["gradient_error"] < ACCURATE
 
 
-def _below(records: Records, what: str, bound: float, place: dict[str, Any]) -> tuple[str, bool] | None:
-    for r in records:
-        if all(r[key] == value for key, value in place.items()) and what in r:
-            return f"{r[what]['ratio']:.2f}", r[what]["ratio"] <= bound
-    return None
-
-
-def _step_seconds(records: Records) -> float:
+def step_seconds(records: Records) -> float:
+    """Return the seconds of a training step with svd."""
     return float(next(r for r in records if r.get("method") == "svd")["total"]["svd"]["seconds"])
 
 
