@@ -376,7 +376,6 @@ def test_plot_without_matplotlib(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ConditionMonitor(nn.Linear(3, 3)), r"no meta-layer.*layers=\['bn1'\].*convert_batchnorm"),
         (lambda: ConditionMonitor(network(), every=0), "every >= 1, got 0"),
         (lambda: ConditionMonitor(network(), rtol=-1.0), "rtol >= 0, got rtol=-1.0"),
         (lambda: ConditionMonitor(nn.Sequential(nn.Linear(3, 3)), layers=["00"]), "unknown layer '00'"),
@@ -385,3 +384,70 @@ def test_plot_without_matplotlib(monkeypatch):
 def test_bad_input(call, message):
     with pytest.raises(ArgumentError, match=message):
         call()
+
+
+class OwnWhitening(nn.Module):
+    """Calls functions of the library in its own code, one of them twice."""
+
+    def forward(self, x):
+        P = orthocond.linalg.covariance(x, dim=0)
+        root = orthocond.linalg.matrix_inv_sqrth(P, eps=1e-3)
+        return x @ root @ orthocond.linalg.matrix_inv_sqrth(P + torch.eye(len(P)), solver="newton_schulz")
+
+
+def own_network():
+    return nn.Sequential(nn.Linear(4, 3), nn.Sequential(OwnWhitening(), nn.Linear(3, 2)))
+
+
+def test_calls_in_the_code_of_modules_are_recorded():
+    model, x = own_network(), noise(50, 4)
+    with ConditionMonitor(model, every=2) as monitor:
+        for _ in range(3):
+            model(x).sum().backward()
+        OwnWhitening()(x)  # of no model that is watched
+    first, second = "1.0:matrix_inv_sqrth", "1.0:matrix_inv_sqrth (2)"
+    assert [(r["step"], r["layer"], r["mode"]) for r in monitor.history()] == [
+        (step, layer, "train") for step in (0, 2) for layer in (first, second)
+    ]
+    P = orthocond.linalg.covariance(model[0](x).detach(), dim=0)
+    for name, A, eps in ((first, P, 1e-3), (second, P + torch.eye(3), 0.0)):
+        expected, record = orthocond.linalg.spectrum(A, eps=eps), monitor.latest()[name]
+        assert record["cond"] == pytest.approx(expected.cond.item(), rel=1e-4)
+        assert record["cond_eps"] == pytest.approx(expected.cond_eps.item(), rel=1e-4)
+        assert record["rank"] == 3
+    assert first in str(monitor)
+    model(x)
+    assert len(monitor.history()) == 4
+
+
+def test_calls_in_eval_mode_and_in_a_checkpoint():
+    from torch.utils.checkpoint import checkpoint
+
+    model, x = own_network(), noise(50, 4).requires_grad_()
+    with ConditionMonitor(model, evaluation=True) as monitor:
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+        model.eval()(x)
+    assert [r["mode"] for r in monitor.history()] == ["train"] * 2 + ["eval"] * 2
+
+
+def test_a_monitor_that_is_forgotten_stops():
+    import gc
+
+    from orthocond._core import observing
+
+    before = len(observing._observers)
+    model = own_network()
+    monitor = ConditionMonitor(model)
+    del monitor, model
+    gc.collect()
+    own_network()(noise(50, 4))
+    assert len(observing._observers) == before
+
+
+def test_a_model_with_nothing_to_watch_is_told_so():
+    with (
+        pytest.warns(OrthocondWarning, match=r"recorded nothing.*layers=\['bn1'\].*convert_batchnorm"),
+        ConditionMonitor(nn.Linear(3, 3)) as monitor,
+    ):
+        pass
+    assert monitor.history() == []

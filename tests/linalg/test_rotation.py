@@ -75,7 +75,6 @@ def test_agrees_with_roma(batch, dtype, bound):
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_derivatives(name):
     A = DIFFERENTIABLE[name].clone().requires_grad_()
-    forward = A.shape[-1] == A.shape[-2]
     if name == "many":
         A = A.detach()[:1].requires_grad_()
 
@@ -83,14 +82,28 @@ def test_derivatives(name):
             return nearest_rotation(torch.cat([one, DIFFERENTIABLE["many"]]))[:1]
     else:
         function = nearest_rotation
-    assert gradcheck(function, A, check_forward_ad=forward, check_batched_grad=forward and name != "many")
-    assert gradgradcheck(function, A, check_fwd_over_rev=forward)
+    assert gradcheck(function, A, check_forward_ad=True, check_batched_grad=name != "many")
+    assert gradgradcheck(function, A, check_fwd_over_rev=True)
 
 
-def test_gradients_of_large_matrices():
-    A = (noise(64, 64, dtype=F64) + 4 * torch.eye(64)).requires_grad_()
-    assert gradcheck(nearest_rotation, A, fast_mode=True)
-    assert gradgradcheck(nearest_rotation, A, fast_mode=True)
+POINTS = {
+    "identity": lambda d: torch.eye(d, dtype=F64),
+    "an exact rotation": a_rotation,
+    "a reflection": lambda d: with_values([*torch.linspace(3, 2, d - 1).tolist(), -1.0]),
+    "repeated singular values": lambda d: with_values([2.0] * (d - d // 2) + [1.0] * (d // 2)),
+    "repeated, reflected": lambda d: with_values([2.0] * (d - 1) + [-1.0]),
+    "tall": lambda d: noise(d + 2, d, dtype=F64),
+    "wide": lambda d: noise(d, d + 1, dtype=F64),
+    "tall, repeated singular values": lambda d: with_values([2.0] * (d + 1))[:, :d],
+}
+
+
+@pytest.mark.parametrize("d", [2, 3, 6, 64])
+@pytest.mark.parametrize("point", POINTS)
+def test_derivatives_in_every_dimension(point, d):
+    A = POINTS[point](d).requires_grad_()
+    assert gradcheck(nearest_rotation, A, fast_mode=d > 3)
+    assert gradgradcheck(nearest_rotation, A, fast_mode=d > 3)
 
 
 def test_third_derivatives():
@@ -147,6 +160,42 @@ def test_hostile_matrices(rows, many):
     assert torch.isfinite(G).all()
     assert (R.mT @ R - torch.eye(3)).abs().max() < 1e-5
     assert (torch.linalg.det(R) - 1).abs().max() < 1e-5
+
+
+def hostile(count, d, dtype, seed):
+    """Matrices of large, tiny, equal and zero entries, of low rank, near reflections and near ties."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=F64)
+
+    special = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-30, 1e30, -1e-7, 1e37, -1e37, 1e-40], dtype=F64)
+    U, V = (torch.linalg.qr(normal(count, d, d)).Q for _ in range(2))
+    values = torch.ones(count, d, dtype=F64)
+    values[:, -1] = -1 + 10.0 ** -torch.randint(1, 17, (count,), generator=generator)
+    kinds = [
+        special[torch.randint(len(special), (count, d, d), generator=generator)],
+        normal(count, d, 1) @ normal(count, 1, d),
+        (U * values.unsqueeze(-2)) @ V.mT,
+        U + 1e-9 * normal(count, d, d),
+        normal(count, d, d) * 10.0 ** torch.randint(-30, 30, (count, 1, 1), generator=generator),
+    ]
+    which = torch.arange(count) % len(kinds)
+    return torch.stack(kinds)[which, torch.arange(count)].to(dtype)
+
+
+@pytest.mark.parametrize("d", [2, 3, 4, 6])
+@pytest.mark.parametrize("batch", [10, 1250], ids=["by LAPACK", "together"])
+def test_ten_thousand_hostile_matrices(d, batch):
+    for dtype in (torch.float32, F64):
+        for A in hostile(1250, d, dtype, seed=d).split(batch):
+            A.requires_grad_()
+            R, margin = nearest_rotation(A, return_margin=True)
+            (G,) = torch.autograd.grad((R.pow(3) * torch.arange(1.0, 1 + d).to(R)).sum(), A)
+            assert R.isfinite().all()
+            assert margin.isfinite().all()
+            assert G.isfinite().all()
+            assert (torch.linalg.det(R.double()) - 1).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from orthocond._core.observing import notify
 from orthocond._core.overriding import overridable
 from orthocond._core.precision import at_least_float32
 from orthocond._core.registry import frozen, resolve
@@ -159,7 +160,9 @@ def spectral(
         rtol = (rtol or None) if keeps_all else default_rtol(A, rtol)
     else:
         _check_without_eigenvalues(caller, entry.name, function, gradient, rtol)
-    return entry.solve(A, chosen, gradient=gradient, eps=eps, rtol=rtol, floor=floor, **options)
+    results, eigenvalues = entry.solve(A, chosen, gradient=gradient, eps=eps, rtol=rtol, floor=floor, **options)
+    notify(caller, A, eigenvalues, eps)
+    return results, eigenvalues
 
 
 def _check_without_eigenvalues(

@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from orthocond._core.applying import is_plain
 from orthocond._core.compiling import HookNotice, uncompiled
+from orthocond._core.observing import Observation
 from orthocond._core.precision import widen
+from orthocond._core.private import graph_task_id
 from orthocond.errors import (
     ArgumentError,
     NonFiniteError,
@@ -26,16 +28,14 @@ from orthocond.errors import (
 from orthocond.graph import tensors, unwrapped
 from orthocond.linalg import covariance, solver_failures, spectrum
 from orthocond.linalg._covariance import noise_floor, trace
-from orthocond.linalg._spectrum import spectrum_of
+from orthocond.monitor._calls import NOTHING_TO_WATCH, Callers
+from orthocond.monitor._measured import CONDITIONS, NUMBERS, Key, Measured, numbers
 from orthocond.nn import MetaLayer
 
 __all__ = ["ConditionMonitor"]
 
-_CONDITIONS = ("cond", "cond_support", "cond_eps", "cond_floor")
-_NUMBERS = (*_CONDITIONS, "rank")
 _RTOL = 1e-5
 _LARGEST_BUFFER = 2**17  # eigenvalues that wait for being reduced to numbers
-_FLOOR = torch.finfo(torch.float64).eps
 
 
 class Writer(Protocol):
@@ -48,8 +48,9 @@ class Writer(Protocol):
 class ConditionMonitor:
     r"""Records rank and condition numbers of covariances, one record for each watched layer and training forward.
 
-    It watches every meta-layer, and the ``layers`` that you name: any module whose input is a feature map, such as a
-    plain BatchNorm. For a meta-layer the eigenvalues are those that the layer has anyway, and nothing waits for the
+    It watches every meta-layer, calls of `orthocond.linalg.matrix_inv_sqrth` and the other spectral functions in the
+    code of the model's modules, and the ``layers`` that you name: any module whose input is a feature map, such as a
+    plain BatchNorm. For meta-layers and calls the eigenvalues are computed anyway, and nothing waits for the
     device until the history is read. For a named layer the monitor computes the covariance of the input over batch and
     positions, in float64, and decomposes it: that costs about as much as a whitening layer, see ``every``.
 
@@ -58,7 +59,7 @@ class ConditionMonitor:
     | key | what it is |
     | --- | --- |
     | ``step`` | how many training forwards of the layer came before |
-    | ``layer`` | the layer's dotted name |
+    | ``layer`` | the layer's dotted name; for a call, the module's name and the function: ``"head:matrix_sqrth"`` |
     | ``mode`` | ``"train"`` or ``"eval"`` |
     | ``cond`` | the largest eigenvalue over the smallest, both as absolute values |
     | ``cond_support`` | the largest over the smallest of those that count towards the rank |
@@ -68,11 +69,11 @@ class ConditionMonitor:
     | ``failures`` | decompositions in this forward that did not converge at the first attempt, in this process |
 
     A layer that decomposes several matrices at a time (groups, or one for each image) is recorded by the worst of them.
-    Covariances are those of the batch of this process; a layer with ``sync=True`` has one for all processes.
+    Covariances are those of the batch of this process; a layer with ``sync=True`` has one for all processes. Calls
+    inside a compiled region are not seen.
 
     Args:
-        model: a model with meta-layers of `orthocond.nn`, or any model if ``layers`` are named; also one wrapped by
-            `torch.compile` or DDP.
+        model: any model, also one wrapped by `torch.compile` or DDP.
         every: record every ``every``-th forward of each layer.
         layers: dotted names of further layers whose input is watched. Channels are in dimension 1, as for convolutions
             and BatchNorm, or in the last one for `nn.Linear`, `nn.LayerNorm`, `nn.RMSNorm` and `nn.MultiheadAttention`.
@@ -82,10 +83,10 @@ class ConditionMonitor:
         evaluation: record forwards in eval mode, too. A meta-layer's covariance is then computed as for a named layer.
 
     Raises:
-        ArgumentError: nothing to watch, an unknown layer, ``every`` below 1, or a negative ``rtol``.
+        ArgumentError: an unknown layer, ``every`` below 1, or a negative ``rtol``.
 
     Warns:
-        OrthocondWarning: there is no record because all forwards were in eval mode.
+        OrthocondWarning: there is no record because all forwards were in eval mode, or nothing to watch in the model.
 
     Example:
         >>> from orthocond.nn import DecorrelatedBatchNorm2d
@@ -112,12 +113,13 @@ class ConditionMonitor:
         self.every, self.rtol, self.evaluation = every, _RTOL if rtol is None else rtol, evaluation
         check_nonnegative(self.rtol, "rtol", "ConditionMonitor")
         self._layers = _watched(unwrapped(model), [layers] if isinstance(layers, str) else list(layers or ()))
+        self._callers = Callers(unwrapped(model))
         self._forwards: Counter[tuple[str, str]] = Counter()
-        self._measured: dict[str, _Measured | None] = {}
+        self._measured: dict[str, Measured | None] = {}
         self._failures_before: dict[str, int] = {}
-        self._readings: list[tuple[_Key, _Measured, float]] = []
+        self._readings: list[tuple[Key, Measured, float]] = []
         self._num_waiting = 0
-        self._reduced: list[tuple[_Key, Tensor]] = []
+        self._reduced: list[tuple[Key, Tensor]] = []
         self._records: list[dict[str, Any]] = []
         self._newest: dict[tuple[str, str], dict[str, Any]] = {}
         self._num_records: Counter[tuple[str, str]] = Counter()
@@ -128,6 +130,7 @@ class ConditionMonitor:
             self._handles.append(layer.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
             self._handles.append(layer.register_forward_hook(partial(self._after, name)))
             self._handles.append(HookNotice(layer))
+        self._handles.append(Observation(self._called))
 
     def history(self) -> list[dict[str, Any]]:
         """Return all records, oldest first, as plain dicts."""
@@ -147,14 +150,14 @@ class ConditionMonitor:
         self._warn_if_silent()
         order = sorted(self._newest, key=lambda key: key[1] == "train")
         newest = {layer: self._newest[layer, mode] for layer, mode in order}
-        return {layer: newest[layer] for layer in self._layers if layer in newest}
+        return {layer: newest[layer] for layer in (*self._layers, *newest) if layer in newest}
 
     def log(self, writer: Writer, step: int) -> None:
         """Write the newest records as ``condition/<layer>/<number>``, those in eval mode as ``condition/eval/...``."""
         self._read()
         self._warn_if_silent()
         for (layer, mode), record in self._newest.items():
-            for name in (*_NUMBERS, "failures"):
+            for name in (*NUMBERS, "failures"):
                 writer.add_scalar(f"condition/{'eval/' * (mode == 'eval')}{layer}/{name}", record[name], step)
 
     def plot(self, ax: Any = None, *, number: str = "cond_support") -> Any:
@@ -171,7 +174,7 @@ class ConditionMonitor:
             ArgumentError: an unknown number.
             ImportError: matplotlib is not installed.
         """
-        check_choice(number, _NUMBERS, "number", "ConditionMonitor.plot")
+        check_choice(number, NUMBERS, "number", "ConditionMonitor.plot")
         if ax is None:
             try:
                 import matplotlib.pyplot as plt
@@ -186,7 +189,7 @@ class ConditionMonitor:
             values = [record[number] if math.isfinite(record[number]) else math.nan for record in own]
             style = {"linestyle": "none", "marker": "."} if mode == "eval" else {}
             ax.plot([record["step"] for record in own], values, label=f"{layer} ({mode})", **style)
-        if number in _CONDITIONS:
+        if number in CONDITIONS:
             ax.set_yscale("log")
         if self._num_records:
             ax.legend()
@@ -241,11 +244,11 @@ class ConditionMonitor:
         self._warn_if_silent()
         rows = [
             [layer, mode, str(self._num_records[layer, mode]), str(record["step"]), str(record["rank"])]
-            + [f"{record[name]:.3g}" for name in _CONDITIONS]
+            + [f"{record[name]:.3g}" for name in CONDITIONS]
             + [str(self._failures[layer, mode])]
             for (layer, mode), record in self._newest.items()
         ]
-        return ["layer", "mode", "records", "last step", "rank", *_CONDITIONS, "failures"], rows
+        return ["layer", "mode", "records", "last step", "rank", *CONDITIONS, "failures"], rows
 
     def _read(self) -> None:
         """Turn what was measured into records; here, and only here, the host waits for the device."""
@@ -256,7 +259,7 @@ class ConditionMonitor:
             for kind in kinds
         }
         for (step, layer, mode, failures), row in self._reduced:
-            numbers = dict(zip(_NUMBERS, next(values[row.device, row.dtype]), strict=True))
+            numbers = dict(zip(NUMBERS, next(values[row.device, row.dtype]), strict=True))
             numbers["rank"] = int(numbers["rank"])
             record = {"step": step, "layer": layer, "mode": mode, **numbers, "failures": failures}
             self._records.append(record)
@@ -266,7 +269,9 @@ class ConditionMonitor:
         self._reduced.clear()
 
     def _warn_if_silent(self) -> None:
-        """Warn, once, where nothing was recorded because the model was in eval mode all the time."""
+        """Warn, once, where nothing was recorded: nothing to watch, or the model was in eval mode all the time."""
+        if not self._layers and not self._forwards:
+            self._warn(NOTHING_TO_WATCH)
         if self._forwards and not self.evaluation and all(mode == "eval" for _, mode in self._forwards):
             self._warn(
                 "ConditionMonitor recorded nothing: every forward was in eval mode, and it records training forwards; "
@@ -305,21 +310,36 @@ class ConditionMonitor:
         self._forwards[name, mode] += 1
         if is_due and isinstance(layer, MetaLayer) and layer.training and layer.last_eigenvalues is not None:
             noise = layer.last_noise  # a compiled layer may use the same memory again
-            measured = _Measured(layer.last_eigenvalues.clone(), None if noise is None else noise.clone())
+            measured = Measured(layer.last_eigenvalues.clone(), None if noise is None else noise.clone())
         if measured is None or measured.eigenvalues.numel() == 0:
             return
         eps = getattr(layer, "eps", None)
-        key = _Key(step, name, mode, failures)
+        key = Key(step, name, mode, failures)
         self._readings.append((key, measured, eps if isinstance(eps, int | float) else 0.0))
         self._num_waiting += measured.eigenvalues.numel()
         if self._num_waiting > _LARGEST_BUFFER:
             self._reduce()
 
+    @torch.no_grad()
+    def _called(self, function: str, A: Tensor, eigenvalues: Tensor | None, eps: float) -> None:
+        """Record a call of a spectral function in a module's code; those of meta-layers are recorded with the layer."""
+        is_repeated = graph_task_id() != -1  # by a checkpoint, in the backward pass
+        if function[0].isupper() or is_repeated or not A.numel() or (place := self._callers.place(function)) is None:
+            return
+        name, module = place
+        is_due, mode = self._is_due(name, module), _mode(module)
+        key = Key(self._forwards[name, "train"], name, mode, 0)
+        self._forwards[name, mode] += 1
+        if is_due:
+            l = spectrum(A.detach()).eigenvalues if eigenvalues is None else eigenvalues.detach().flip(-1)
+            self._readings.append((key, Measured(l), eps))
+            self._num_waiting += l.numel()
+
     def _is_due(self, name: str, layer: nn.Module) -> bool:
         mode = _mode(layer)
         return (mode == "train" or self.evaluation) and self._forwards[name, mode] % self.every == 0
 
-    def _of_input(self, name: str, layer: nn.Module, inputs: list[Tensor]) -> "_Measured | None":
+    def _of_input(self, name: str, layer: nn.Module, inputs: list[Tensor]) -> "Measured | None":
         """Return the eigenvalues of the covariance of a layer's input, in float64; None where a tracer looks on."""
         if not is_plain():
             return None
@@ -335,9 +355,9 @@ class ConditionMonitor:
             return None
         try:
             P = covariance(samples)
-            return _Measured(spectrum(P).eigenvalues, noise_floor(samples.mean(-1), trace(P), inputs[0].dtype))
+            return Measured(spectrum(P).eigenvalues, noise_floor(samples.mean(-1), trace(P), inputs[0].dtype))
         except (NonFiniteError, SolverError):  # watching must not end a run
-            return _Measured(samples.new_full((samples.shape[-2],), math.nan))
+            return Measured(samples.new_full((samples.shape[-2],), math.nan))
 
     @torch.no_grad()
     def _reduce(self) -> None:
@@ -349,42 +369,14 @@ class ConditionMonitor:
         for (shape, _, _, _, eps), indices in alike.items():
             eigenvalues = torch.stack([self._readings[i][1].eigenvalues for i in indices])
             floors = [floor for i in indices if (floor := self._readings[i][1].floor) is not None]
-            measured = _Measured(
+            measured = Measured(
                 eigenvalues.view(len(indices), -1, shape[-1]),
                 torch.stack(floors).view(len(indices), -1) if floors else None,
             )
-            rows.update(zip(indices, _numbers(measured, eps, self.rtol), strict=True))
+            rows.update(zip(indices, numbers(measured, eps, self.rtol), strict=True))
         self._reduced += [(key, rows[i]) for i, (key, _, _) in enumerate(self._readings)]
         self._readings.clear()
         self._num_waiting = 0
-
-
-class _Key(NamedTuple):
-    """What is known of a record at once."""
-
-    step: int
-    layer: str
-    mode: Literal["train", "eval"]
-    failures: int
-
-
-class _Measured(NamedTuple):
-    """What was measured of the covariances of a layer."""
-
-    eigenvalues: Tensor
-    """``(..., n)``"""
-    floor: Tensor | None = None
-    """``(...)``: the rounding noise of each covariance, where it is known."""
-
-
-def _numbers(measured: _Measured, eps: float, rtol: float) -> Tensor:
-    """Return for several records `_NUMBERS` of the worst matrix, from eigenvalues ``(records, matrices, n)``."""
-    eigenvalues, floor = measured
-    found = spectrum_of(eigenvalues, eps=eps, rtol=rtol, floor=floor)
-    raised = eigenvalues.clamp(min=_FLOOR)
-    conditions = torch.stack([found.cond, found.cond_support, found.cond_eps, raised.amax(-1) / raised.amin(-1)], -1)
-    conditions = torch.where(eigenvalues.isnan().any(-1, keepdim=True), torch.nan, conditions)
-    return torch.cat([conditions.amax(1), found.rank.amin(1, keepdim=True).to(conditions.dtype)], 1)
 
 
 def _watched(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
@@ -395,12 +387,6 @@ def _watched(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
         plain = _plain(name) if _plain(name) in modules else _plain(name).removeprefix("module.")
         check_choice(plain, modules, "layer", "ConditionMonitor")
         layers[plain] = modules[plain]
-    if not layers:
-        raise ArgumentError(
-            "ConditionMonitor found no meta-layer in the model; name the layers whose input it should watch, e.g. "
-            "ConditionMonitor(model, layers=['bn1']), or put a meta-layer in, e.g. by orthocond.nn.convert_batchnorm; "
-            "orthocond.diagnose(model) watches your own calls of eigh, svd and matrix_inv_sqrth."
-        )
     return layers
 
 
