@@ -435,13 +435,14 @@ def test_a_monitor_that_is_forgotten_stops():
 
     from orthocond._core import observing
 
-    before = len(observing._observers)
     model = own_network()
     monitor = ConditionMonitor(model)
+    (own,) = (reference for reference in observing._observers if reference() == monitor._called)
     del monitor, model
     gc.collect()
+    assert own() is None
     own_network()(noise(50, 4))
-    assert len(observing._observers) == before
+    assert own not in observing._observers
 
 
 def test_a_model_with_nothing_to_watch_is_told_so():

@@ -8,7 +8,7 @@ import torch
 
 from orthocond import linalg
 from orthocond.lab import processor
-from orthocond.lab.bench import layers, peers, polar, solvers, step
+from orthocond.lab.bench import functions, layers, peers, polar, solvers, step
 from orthocond.lab.bench.measure import Budget, alternate, saved_bytes
 from orthocond.lab.bench.page import main as page_main
 from orthocond.lab.bench.page import write_page
@@ -99,6 +99,46 @@ def test_rotations_are_right_and_small(records):
         assert r["gradient_error"] < 1e-4, (size, name)
     # The matrices are float32, so 40 times as much is 20 matrices of float64; roma's largest has d^4 entries.
     assert own[6, "nearest_rotation"]["peak"] < 40 < own[6, "roma"]["peak"]
+
+
+def test_functions_are_as_accurate_as_promised_and_autograd_through_eigh_is_not(records):
+    own = records["functions"]
+    assert {r["function"] for r in own} == set(functions.FUNCTIONS)
+    assert {name.partition("(")[0] for name in functions.FUNCTIONS} == set(linalg.FUNCTIONS)
+    for r in own:
+        if r["contestant"] == functions.OURS:
+            assert (r["within"], r["not_finite"]) == (r["problems"], 0), r
+    assert any(r["not_finite"] for r in own if r["contestant"] == "POT")
+    json.dumps(own, allow_nan=False)
+
+
+def test_the_truth_of_functions_is_the_one_of_the_tests():
+    A, G = linalg.covariance(noise(5, 30)).double(), noise(5, 5).double()
+    found = functions.truth(A, (G + G.mT) / 2)
+    for name in ("sqrt", "inv_sqrt", "log", "exp"):
+        expected = truth.exact_function(A, G, truth.SCALARS[name])
+        for one, other in zip(found[name], expected, strict=True):
+            assert truth.relative_error(one, other) < 1e-15
+
+
+def test_the_grid_has_the_gaps_conditions_and_sizes():
+    cells = list(functions.cells(quick=False))
+    assert {c.condition for c in cells} == {10.0**k for k in range(0, 13, 2)}
+    assert min(c.gaps[1] for c in cells) == 1e-16
+    assert {c.dtype for c in cells} == {"float32", "float64"}
+    for cell in cells:
+        for size in (2, 3, 12):
+            A, _ = functions._problem(cell, size, 1e-3)
+            l = torch.linalg.eigvalsh(A.double())
+            if cell.condition > 1:
+                assert l[-1] / l[0] == pytest.approx(cell.condition, rel=1e-2)
+
+
+def test_a_function_is_timed_over_the_root():
+    timed = functions.times(quick=True)
+    assert {r["contestant"].partition("(")[0] for r in timed} == {"matrix_logh", "matrix_exph", "matrix_powerh"}
+    entry = {"records": [], "functions": [{**r, "size": 64, "over_root": {"ratio": 1.2}} for r in timed]}
+    assert ["1.20", "no"] in [row[1:] for row in promises({"solvers": entry}).rows]
 
 
 def test_polar_and_layers_are_sane(records):
@@ -257,11 +297,11 @@ def test_a_peer_that_cant_be_imported_is_left_out_and_told(site):
     (site / "geotorch.py").write_text("raise RuntimeError('not with this torch')\n")
     assert "torchspd" not in solvers.contestants()
     assert "geotorch" not in peers.orthogonal_parametrizations()
-    assert {name: state for name, state in peers.state().items() if name != "roma"} == {
-        "torchspd": "can't be imported: No module named 'something_that_is_not_there'",
-        "spd_learn": "not installed",
-        "geotorch": "can't be imported: not with this torch",
-    }
+    state = peers.state()
+    assert list(state) == list(peers.PACKAGES)
+    assert state["torchspd"] == "can't be imported: No module named 'something_that_is_not_there'"
+    assert state["spd_learn"] == "not installed"
+    assert state["geotorch"] == "can't be imported: not with this torch"
 
 
 def test_results_that_cant_be_written_or_read(tmp_path):

@@ -32,7 +32,7 @@ class Callers:
         line: tuple[str, int] | None = None
         while frame is not None:
             code = frame.f_code
-            if line is None and not frame.f_globals.get("__name__", "").startswith("orthocond."):
+            if line is None and not frame.f_globals.get("__name__", "").startswith(("orthocond.", "torch.")):
                 line = (code.co_filename, frame.f_lineno)
             # f_locals keeps what it finds alive as long as the frame: ask methods alone, which end soon.
             if code.co_varnames[:1] == ("self",):
