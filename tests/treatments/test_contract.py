@@ -2,8 +2,6 @@
 
 import pytest
 
-from orthocond.treatments import TREATMENTS
-
 from contract import CONTRACTS, compiles, specifications
 
 
@@ -14,6 +12,6 @@ def test_contract(spec, contract):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of torch.compile's own
-@pytest.mark.parametrize("spec", TREATMENTS)
+@pytest.mark.parametrize("spec", specifications())
 def test_compiled(spec):
     compiles(spec)
