@@ -19,11 +19,13 @@ PROCESSOR = _processor()
 PROCESSOR.prepare()  # in the environment: workers and processes that tests start inherit it
 
 
-# What needs more than torch and the packages of the extra "test": the laboratory, the site, the built package.
+# What needs more than torch and the packages of the extra "test": the laboratory, the site, the built package, tools.
 BEYOND_THE_LIBRARY = {
     "lab",
+    "layering.py",
     "test_docs.py",
     "test_examples.py",
+    "test_layering.py",
     "test_package.py",
     "test_pictures.py",
     "test_study.py",

@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("importlinter", reason="a tool of the development environment")
-
 from layering import crossings
 
 FILES = {

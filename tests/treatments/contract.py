@@ -49,7 +49,9 @@ class Run:
     def loss(self, seed=0):
         """Return a loss whose gradient also points along the weight, so that every part has something to do."""
         x = noise(48, 8, dtype=torch.float64, seed=seed) * torch.logspace(0, -1, 8, dtype=torch.float64)
-        loss = (self.wrapped(x) - x[:, :1].sin()).square().mean() + 20 * self.model[0].weight.square().sum()
+        trained = self.model[0].weight if self.treatment is None else self.treatment.parameter
+        size = self.model[0].weight.square().sum() + trained.square().sum()  # sn takes the former's gradient away
+        loss = (self.wrapped(x) - x[:, :1].sin()).square().mean() + 10 * size
         return loss if self.treatment is None else loss + self.treatment.penalty()
 
     def step(self, seed=0):
