@@ -3,14 +3,10 @@
 import io
 
 import pytest
-import registries
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 from orthocond import treat
-from orthocond.lab.cli import app
-from orthocond.lab.methods import method
 from orthocond.treatments import Note, Part, _registry, canonical
 
 from cases import noise
@@ -78,16 +74,27 @@ def registered(monkeypatch):
 @pytest.mark.usefixtures("registered")
 def test_registered_it_is_everywhere():
     assert canonical("smoothed(momentum=0.5)+nog") == "nog+smoothed(momentum=0.5)"
+    specs = [spec for spec in specifications() if "smoothed" in spec]
+    assert specs == ["smoothed", *(f"{name}+smoothed" for name in ("nog", "sn", "ol", "ow", "olr", "gauge"))]
+    for contract in CONTRACTS:
+        contract("smoothed")
+
+
+@pytest.mark.usefixtures("registered")
+def test_registered_it_is_in_the_laboratory_and_the_documentation():
+    pytest.importorskip("lightning_fabric", reason="the laboratory isn't installed")
+    import registries
+    from typer.testing import CliRunner
+
+    from orthocond.lab.cli import app
+    from orthocond.lab.methods import method
+
     assert method("svd+smoothed+ow").name == "svd+ow+smoothed"
     assert "smoothed gradient" in method("svd+smoothed").description
     output = CliRunner().invoke(app, ["methods"]).output
     assert "smoothed" in output
     assert "its running mean" in output
     assert "`smoothed(momentum=0.9)` | Smoothed gradient" in registries.registry("orthocond.treatments.TREATMENTS")
-    specs = [spec for spec in specifications() if "smoothed" in spec]
-    assert specs == ["smoothed", *(f"{name}+smoothed" for name in ("nog", "sn", "ol", "ow", "olr", "gauge"))]
-    for contract in CONTRACTS:
-        contract("smoothed")
 
 
 def test_it_may_act_before_and_after_the_inner_parts():

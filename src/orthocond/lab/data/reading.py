@@ -1,4 +1,4 @@
-"""Where images come from: the digits inside the package, a folder, the Hugging Face hub; what is missing or wrong is said."""
+"""Where images come from: the digits inside the package, a folder, or the Hugging Face hub."""
 
 import gzip
 import io
