@@ -8,7 +8,9 @@ import pytest
 
 from orthocond.errors import ArgumentError
 from orthocond.lab.config import Config, changed, flags, from_json, from_settings, from_toml
+from orthocond.lab.data import load_data
 from orthocond.lab.methods import ALL, PAPER, method, method_list
+from orthocond.lab.network import network
 from orthocond.lab.presets import PRESETS, preset
 from orthocond.treatments import parse
 
@@ -128,6 +130,34 @@ def test_methods_have_options_of_their_own():
     assert len(method_list(f"svd+olr(rule=exact, steps=9),{nested},svd")) == 3
     with pytest.raises(ArgumentError, match="has no such treatment: ow got an unknown option 'sort'"):
         Config("mine", method="svd+ow(sort=x)")
+
+
+def test_the_meta_layer_s_options_may_be_the_method_s():
+    config = Config("mine", method="SVD( rtol=0, eps=1e-5 )+nog", eps=0.5, rtol=0.25, meta="gcp", model="convnet")
+    assert config.method == "svd(eps=1e-5, rtol=0)+nog"
+    assert from_json(config.to_json()) == config
+    exact = method("svd(eps=0.012345678901)")
+    assert method(exact.name).options == exact.options == {"eps": 0.012345678901}
+    layers = {
+        "svd": (0.5, 0.25),
+        "svd(eps=1e-5)": (1e-5, 0.25),
+        "svd(eps=1e-5, rtol=0)": (1e-5, 0.0),
+        "newton_schulz(eps=2)": (2.0, None),
+    }
+    for name, options in layers.items():
+        model, _ = network(changed(config, {"method": name}), load_data(preset("dbn-digits")), sync=False)
+        assert (model.pool.eps, model.pool.rtol) == options
+    assert method_list("svd(eps=1e-5, rtol=0),bn") == ["svd(eps=1e-5, rtol=0)", "bn"]
+    for name, message in [
+        ("svd(esp=1)", "no option 'esp': svd takes eps and rtol"),
+        ("newton_schulz(rtol=0)", "newton_schulz takes eps"),
+        ("bn(eps=1)", "bn has no options"),
+        ("svd(eps=-1)", "at least 0 for eps, got '-1'"),
+        ("svd(eps=much)", "at least 0 for eps, got 'much'"),
+        ("svd(eps=1", "without a closing parenthesis"),
+    ]:
+        with pytest.raises(ArgumentError, match=message):
+            method(name)
 
 
 def test_a_presets_options_hold_where_the_method_gives_none():

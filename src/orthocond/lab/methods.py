@@ -1,13 +1,18 @@
-"""The methods that runs and tables are named by: a solver, and a treatment of the layer in front of it."""
+"""The methods that runs and tables are named by: a solver with its options, and a treatment of the layer before it."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from orthocond.errors import ArgumentError, check_choice
-from orthocond.treatments import canonical, parse, split_outside
+from orthocond.treatments import canonical, parse, parsed_choice, split_outside
 
 __all__ = ["ALL", "DEMO", "PAPER", "Method", "method", "method_list"]
 
 _SOLVERS = {"svd": "eigh", "newton_schulz": "newton_schulz", "bn": None}
+_OPTIONS = {"svd": ("eps", "rtol"), "newton_schulz": ("eps",), "bn": ()}
+"""The options of the meta-layer that a method may have of its own."""
+
 PAPER = (
     "svd",
     "svd+sn",
@@ -39,6 +44,8 @@ class Method:
     """Of the meta-layer; None where there is none."""
     treatment: str
     """For `orthocond.treat`; ``"none"`` for none."""
+    options: Mapping[str, float] = field(default_factory=dict)
+    """Of the meta-layer, in place of the configuration's: ``eps``, ``rtol``."""
 
     @property
     def description(self) -> str:
@@ -46,14 +53,18 @@ class Method:
         if self.solver is None:
             return "no meta-layer: batch norm, average pooling"
         base = "roots by eigendecomposition" if self.solver == "eigh" else "roots by Newton-Schulz iteration"
-        return ", ".join([base, *(part.description.partition(":")[0].lower() for part in parse(self.treatment))])
+        options = [f"{option} {_spelled(value)}" for option, value in self.options.items()]
+        return ", ".join(
+            [base, *options, *(part.description.partition(":")[0].lower() for part in parse(self.treatment))]
+        )
 
 
 def method(name: str, defaults: str = "none") -> Method:
     """Return the method of a name: ``svd`` or ``newton_schulz`` with any treatment, or ``bn``.
 
     Args:
-        name: the solver and the parts of the treatment, joined by ``+``, each part with its options in parentheses.
+        name: the solver and the parts of the treatment, joined by ``+``, each with its options in parentheses. Those of
+            the solver are the meta-layer's ``eps`` and ``rtol``.
         defaults: a specification of the options that parts have where the name gives them none. They are not spelled
             in the method's name, and those that differ from them are.
 
@@ -63,22 +74,62 @@ def method(name: str, defaults: str = "none") -> Method:
     Example:
         >>> method("svd+olr+ow(kind=operator)+nog").name
         'svd+nog+ow(kind=operator)+olr'
+        >>> method("svd(rtol=0, eps=1e-2)+nog").name
+        'svd(eps=0.01, rtol=0)+nog'
         >>> method("svd+ow", "ow(kind=operator)").treatment, method("svd+ow(kind=kernel)", "ow(kind=operator)").name
         ('ow(kind=operator)', 'svd+ow(kind=kernel)')
     """
-    base, _, spec = (part.strip().lower() for part in str(name).partition("+"))
+    base, options, spec = _parsed(str(name).lower())
     if base not in _SOLVERS:
         check_choice(name, ALL, "method", "the run")
+    items = [f"{option}={_spelled(value)}" for option, value in options.items()]
+    solver = f"{base}({', '.join(items)})" if items else base
     try:
         spelling = canonical(spec, defaults)
         treatment = canonical(parse(spec, defaults))
     except ArgumentError as error:
         raise ArgumentError(f"the method {name!r} has no such treatment: {error}") from None
     if treatment == "none":
-        return Method(base, _SOLVERS[base], treatment)
+        return Method(solver, _SOLVERS[base], treatment, options)
     if _SOLVERS[base] is None:
         raise ArgumentError(f"the method {name!r} treats a network without a meta-layer; use bn alone, or svd+{spec}.")
-    return Method(f"{base}+{spelling}", _SOLVERS[base], treatment)
+    return Method(f"{solver}+{spelling}", _SOLVERS[base], treatment, options)
+
+
+def _parsed(name: str) -> tuple[str, dict[str, float], str]:
+    """Return the base of a method, the options of its meta-layer, and the specification of its treatment."""
+    try:
+        first, *parts = split_outside(name, "+")
+        base, texts = parsed_choice(first)
+    except ValueError as error:
+        raise ArgumentError(f"got the method {name!r} {error}; write e.g. 'svd(eps=1e-2, rtol=0)+nog'.") from None
+    known = _OPTIONS.get(base, ())
+    for option in texts:
+        if option not in known:
+            takes = f"takes {' and '.join(known)}" if known else "has no options"
+            raise ArgumentError(f"the method {name!r} has no option {option!r}: {base} {takes}.")
+    options = {option: _number(name, option, texts[option]) for option in known if option in texts}
+    return base, options, "+".join(parts)
+
+
+def _number(name: str, option: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ArgumentError(f"the method {name!r} takes a number of at least 0 for {option}, got {text!r}.")
+    return value
+
+
+def _spelled(value: float) -> str:
+    """Return a number as a person writes it.
+
+    Example:
+        >>> _spelled(1e-5), _spelled(0.0), _spelled(0.01)
+        ('1e-5', '0', '0.01')
+    """
+    return repr(value).removesuffix(".0").replace("e-0", "e-").replace("e+", "e")
 
 
 def method_list(names: str, *, with_gauge: bool = True, defaults: str = "none") -> list[str]:

@@ -26,6 +26,7 @@ def network(config: Config, data: Data, *, sync: bool) -> tuple[nn.Module, Treat
         # What Newton-Schulz iterates on has no eigenvalues to drop, nor to make a rule of.
         names = ("eps", "rtol", "gradient") if chosen.solver == "eigh" else ("eps",)
         options |= {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+        options |= chosen.options
         if config.meta == "dbn":
             options["sync"] = sync
     with_meta = chosen.solver is not None

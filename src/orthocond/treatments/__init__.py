@@ -4,7 +4,7 @@ A treatment is a set of parts, written as names joined by ``+`` in any order, ea
 ``"nog(solver=svd)+ow+olr"``; ``none`` is the empty one. It acts on one layer, and nothing else changes.
 """
 
-from orthocond._core.options import split_outside
+from orthocond._core.options import parsed_choice, split_outside
 from orthocond.graph import find_pre_svd
 from orthocond.treatments._group import TreatmentGroup
 from orthocond.treatments._host import Treatment
@@ -42,6 +42,7 @@ __all__ = [
     "canonical_order",
     "find_pre_svd",
     "parse",
+    "parsed_choice",
     "split_outside",
     "treat",
 ]

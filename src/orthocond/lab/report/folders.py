@@ -120,8 +120,8 @@ def method_order(name: str) -> tuple[Any, ...]:
         >>> sorted(["svd+nog+ow", "svd", "svd+olr", "bn", "svd+sn"], key=method_order)
         ['bn', 'svd', 'svd+sn', 'svd+olr', 'svd+nog+ow']
     """
-    first = {"bn": 0, "newton_schulz": 1, "svd": 2}.get(name.partition("+")[0], 3)
     plain = re.sub(r"\([^)]*\)", "", name)  # without options
+    first = {"bn": 0, "newton_schulz": 1, "svd": 2}.get(plain.partition("+")[0], 3)
     return first, plain.count("+"), ALL.index(plain) if plain in ALL else len(ALL), name
 
 
