@@ -452,3 +452,39 @@ def test_a_model_with_nothing_to_watch_is_told_so():
     ):
         pass
     assert monitor.history() == []
+
+
+def test_a_meta_layer_that_is_named_is_measured_in_float64():
+    """The floor of the paper's code is 2.2e-16, so what counts is the largest eigenvalue over it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 16, 1), CovariancePool2d())
+    x = torch.randn(4, 2, 6, 6)
+    own, named = ConditionMonitor(model), ConditionMonitor(model, layers=["1"])
+    model(x)
+    samples = model[0](x).detach().double().flatten(2)
+    largest = torch.linalg.eigvalsh(orthocond.linalg.covariance(samples)).amax(-1)
+    assert own.history()[0]["rank"] == named.history()[0]["rank"] == 2
+    floor = named.history()[0]["cond_floor"]
+    assert floor == pytest.approx(float(largest.max() / torch.finfo(torch.float64).eps), rel=1e-3)
+
+
+def test_one_eps_for_all_layers():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    monitor = ConditionMonitor(model, layers=["1"], eps=0.5)
+    x = torch.randn(8, 3, 5, 5)
+    model(x)
+    features = model[0](x).detach().double().movedim(1, 0).flatten(1)
+    eigenvalues = torch.linalg.eigvalsh(orthocond.linalg.covariance(features))
+    expected = (eigenvalues[-1] + 0.5) / (eigenvalues[0] + 0.5)
+    assert monitor.history()[0]["cond_eps"] == pytest.approx(float(expected), rel=1e-6)
+    with pytest.raises(ArgumentError, match="eps"):
+        ConditionMonitor(model, layers=["1"], eps=-1.0)
+
+
+def test_a_resumed_run_records_the_forwards_that_it_would_have():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    monitor = ConditionMonitor(model, 3, layers=["1"])
+    monitor.resume(7)
+    for _ in range(6):
+        model(torch.randn(2, 3, 5, 5))
+    assert [record["step"] for record in monitor.history()] == [9, 12]

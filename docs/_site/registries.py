@@ -1,7 +1,7 @@
 """Tables of what can be chosen by name, and of the command line, made from the registries themselves.
 
 In a page, on a line of its own: ``{{ registry orthocond.linalg.SOLVERS }}``, ``{{ command train }}``,
-``{{ presets }}``, ``{{ methods }}``, ``{{ settings }}``.
+``{{ presets }}``, ``{{ methods }}``, ``{{ settings }}``, ``{{ items }}``.
 """
 
 import dataclasses
@@ -13,11 +13,13 @@ import typer.main
 
 from orthocond._core.options import spelled
 from orthocond.lab.cli import app
+from orthocond.lab.conditions import CONDITIONS
 from orthocond.lab.config import Config
 from orthocond.lab.methods import ALL, PAPER, method
+from orthocond.lab.paper import EXPERIMENTS, ITEMS
 from orthocond.lab.presets import PRESETS
 
-__all__ = ["command", "methods", "on_page_markdown", "presets", "registry", "settings"]
+__all__ = ["command", "items", "methods", "on_page_markdown", "presets", "registry", "settings"]
 
 _DIRECTIVE = re.compile(r"^\{\{ (?P<what>\w+)(?: (?P<name>[\w.-]+))? \}\}$", re.MULTILINE)
 
@@ -67,6 +69,22 @@ def methods() -> str:
     return table(["method", "what it does", "in"], rows)
 
 
+def items() -> str:
+    """Return a table of the paper's tables and figures."""
+    rows = []
+    for item in ITEMS.values():
+        presets = dict.fromkeys(EXPERIMENTS[experiment]["full"].preset for experiment in item.quotes)
+        about = " and ".join(dict.fromkeys(CONDITIONS[measure][0] for measure in item.measure.values()))
+        number = sum(len(item.methods(experiment)) for experiment in item.quotes)
+        cells = [
+            f"`orthocond paper {item.name}`",
+            f"{item.title}. {item.caption}",
+            ", ".join(f"`{p}`" for p in presets),
+        ]
+        rows.append([*cells, str(number), {"conditions": f"condition number {about}"}.get(item.kind, item.kind)])
+    return table(["command", "what it shows", "at full scale", "methods", "compares"], rows)
+
+
 def settings() -> str:
     """Return a table of the settings of a run."""
     rows = [
@@ -99,7 +117,14 @@ def _plain(text: str) -> str:
     return re.sub(r"([\\*_])", r"\\\1", text).replace("<", "&lt;")
 
 
-_TABLES = {"registry": registry, "presets": presets, "settings": settings, "methods": methods, "command": command}
+_TABLES = {
+    "registry": registry,
+    "presets": presets,
+    "settings": settings,
+    "methods": methods,
+    "command": command,
+    "items": items,
+}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

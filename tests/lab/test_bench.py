@@ -156,6 +156,57 @@ def test_polar_and_layers_are_sane(records):
     assert kept["DecorrelatedBatchNorm2d"] < kept["whitening as usually written"]
 
 
+def test_step_takes_network_layers_and_batch_from_a_preset(tmp_path, command_line):
+    done = command_line("bench", "step", "--quick", "--preset", "gcp-digits", "--json", tmp_path / "step.json")
+    assert done.returncode == 0, done.stderr
+    own = [r for r in read_results([tmp_path / "step.json"])["subjects"]["step"]["records"] if r["subject"] == "step"]
+    assert {(r["preset"], r["device"], r["batch_size"]) for r in own} == {("gcp-digits", "cpu", 4)}
+    assert set(step.PAPER) <= {r["method"] for r in own}
+    assert "svd+gauge" not in {r["method"] for r in own}  # it acts on whitening
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["step", "--device", "cuda"], "needs a GPU"),
+        (["step", "--device", "abacus"], "abacus"),
+        (["solvers", "--preset", "dbn-digits"], "orthocond bench step"),
+        (["step", "--preset", "mine"], "mine"),
+    ],
+)
+def test_presets_and_devices_that_are_not_there_are_told(command_line, arguments, said):
+    done = command_line("bench", *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_a_gpu_is_timed_by_its_events(monkeypatch):
+    """Without a GPU: events that read a clock which only they move."""
+    clock = iter(range(100))
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = next(clock)
+
+        def elapsed_time(self, other):
+            return 1000.0 * (other.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def contestant():
+        yield
+        next(clock)
+        yield
+
+    passes = alternate({"own": contestant}, Budget(0.0, fewest=2), "cuda")
+    assert passes == {"own": [[1.0, 2.0], [1.0, 2.0]]}
+
+
 def test_step_has_the_rows_of_table_6_with_the_papers_figures(records):
     own = {r["method"]: r for r in records["step"] if r["subject"] == "step"}
     assert set(step.PAPER) <= set(own)

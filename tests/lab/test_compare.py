@@ -12,10 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from orthocond.lab import compare as module
-from orthocond.lab.compare import LocalEngine, RayEngine, compare, plan, summary
+from orthocond.lab.compare import LocalEngine, RayEngine, compare, plan, summary, visible_gpus
 from orthocond.lab.config import changed
 from orthocond.lab.presets import preset
 from orthocond.lab.records import read_records
@@ -190,3 +191,40 @@ def test_bad_input(tmp_path, command_line, arguments, message):
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not list(tmp_path.rglob("config.json"))
+
+
+def test_each_run_gets_a_gpu_of_its_own(tmp_path, monkeypatch):
+    seen = []
+
+    class Started:
+        def __init__(self, *_, env, **__):
+            seen.append(env.get("CUDA_VISIBLE_DEVICES"))
+
+        def poll(self):
+            return 0
+
+        def communicate(self):
+            pass
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    engine = LocalEngine(4, gpus=["3", "5", "GPU-7"])
+    runs = plan(preset("dbn-digits"), ["svd", "bn", "svd+nog", "svd+ow"], 1, tmp_path)
+    handles = [engine.start(run) for run in runs]
+    assert seen == ["3", "5", "GPU-7", "3"]  # four runs on three: the first is shared
+    for handle in handles[1:]:
+        assert handle.poll() == ""
+    engine.start(runs[0])
+    two = plan(changed(preset("dbn-digits"), {"devices": "2"}), ["svd"], 1, tmp_path)
+    engine.start(two[0])
+    on_cpu = plan(changed(preset("dbn-digits"), {"accelerator": "cpu"}), ["svd"], 1, tmp_path)
+    engine.start(on_cpu[0])
+    assert seen[4:] == ["5", "GPU-7,3", None]
+
+
+def test_visible_gpus_are_those_that_the_environment_names(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 6")
+    assert visible_gpus() == ["4", "6"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_gpus() == ["0", "1"]

@@ -23,7 +23,7 @@ def test_the_paper_s_presets_are_those_of_its_appendix_b():
         assert (config.model, config.meta, config.small_images, config.width) == ("resnet50", "dbn", True, 64)
         assert (config.epochs, config.learning_rate, config.momentum, config.weight_decay) == (350, 0.1, 0.9, 5e-4)
         assert (config.schedule, config.milestones, config.gamma) == ("steps", (100, 200, 300), 0.1)
-        assert (config.batch_size, config.eps, config.rtol, config.gradient) == (128, 0.01, 0.0, "pade")
+        assert (config.batch_size, config.eps, config.rtol, config.gradient) == (128, 0.01, 0.0, "pade(clamp=true)")
         assert (config.pad, config.flip, config.parts) == (4, True, "ow(kind=operator)")
     config = preset("gcp-imagenet")
     assert (config.dataset, config.num_classes) == ("ILSVRC/imagenet-1k", 1000)
@@ -31,7 +31,7 @@ def test_the_paper_s_presets_are_those_of_its_appendix_b():
     assert (config.epochs, config.learning_rate, config.momentum, config.weight_decay) == (60, 0.1, 0.9, 1e-4)
     assert (config.schedule, config.milestones, config.gamma) == ("steps", (30, 45), 0.1)
     assert (config.batch_size, config.resize, config.crop, config.flip) == (256, 256, 224, True)
-    assert config.gradient == "pade"
+    assert (config.gradient, config.solver, config.last_stride) == ("pade(clamp=true)", "svd", 2)
 
 
 def test_the_design_s_presets_are_there():

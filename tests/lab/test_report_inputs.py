@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -301,6 +302,22 @@ def test_figures_are_png_and_svg(tmp_path, command_line):
     assert "svd+olr+$x_1$" in (tmp_path / "figures/1-dbn-digits-cond.svg").read_text()
 
 
+@pytest.mark.parametrize("value", ["Infinity", "null", "1.0", "0.0"])
+@pytest.mark.parametrize("each", [1, 2])
+def test_series_may_be_infinite_empty_or_constant(tmp_path, command_line, value, each):
+    run = make_run(tmp_path / "run", epochs=2)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    numbers = re.compile(r'("(?:cond\w*|loss|rank|pre_svd_lr)": )[^,}]+')
+    lines = [numbers.sub(rf"\g<1>{value}", line) if n % each == 0 else line for n, line in enumerate(lines)]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    result = command_line("report", run, "-o", tmp_path / "report.html", "--figures", tmp_path / "figures")
+    assert result.returncode == 0, result.stderr
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert ("1-dbn-digits-cond_eps.png" in names) == (each == 2)  # what never changes is a sentence
+    for kind in FORMATS:
+        write_report([run], tmp_path / f"report.{kind}", format=kind)
+
+
 def test_watching_writes_again_when_a_run_changed(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", state="running")
     written = []
@@ -394,6 +411,6 @@ def test_the_highest_step_survives_thinning(tmp_path):
     highest = max(record["cond_support"] for record in records if record["kind"] == "step")
     (section,) = read_report([run]).sections
     assert section.experiment.metrics["svd", "0"].curves["cond_support"].high.max() == highest
-    (view, *_) = charts_of(section.experiment)[0].views
+    (view,) = (view for view in charts_of(section.experiment)[0].views if view.key == "cond_support")
     assert len(view.x) <= 400
     assert view.series["svd"].peak.max() == highest

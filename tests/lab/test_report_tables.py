@@ -15,7 +15,7 @@ from scipy import stats
 from orthocond.errors import ArgumentError
 from orthocond.lab.report import read_report, write_report
 from orthocond.lab.report.charts import charts_of
-from orthocond.lab.report.statistics import holm, paired_difference, t_quantile, t_two_sided
+from orthocond.lab.report.statistics import holm, paired_difference, separate_p
 from orthocond.lab.report.tables import error_table
 
 from synthetic_runs import ALL_METHODS, make_run, make_sweep
@@ -43,8 +43,8 @@ def test_errors_are_those_of_the_metrics(sweep):
         "svd+nog+ow", "svd+nog+sn", "svd+nog+ol", "svd+nog+olr", "svd+ow+olr", "svd+nog+gauge", "svd+nog+ow+olr",
     ]  # fmt: skip
     errors = {method: last_errors(sweep, method) for method in ALL_METHODS}
-    means = sorted(values.mean() for values in errors.values())
-    minima = sorted(values.min() for values in errors.values())
+    ranked = [values for method, values in errors.items() if method.startswith("svd")]
+    means, minima = sorted(values.mean() for values in ranked), sorted(values.min() for values in ranked)
     for row in section.rows:
         values = errors[row.method]
         assert row.error.num == row.num_runs == 4
@@ -55,6 +55,13 @@ def test_errors_are_those_of_the_metrics(sweep):
         )
         top5 = last_errors(sweep, row.method, "val_error5")
         np.testing.assert_allclose([row.error5.mean, row.error5.min], [top5.mean(), top5.min()], rtol=1e-12)
+        best = [
+            min(record["val_error"] for record in records(folder, "epoch")) for folder in (sweep / row.method).iterdir()
+        ]
+        np.testing.assert_allclose([row.best.mean, row.best.min], [np.mean(best), min(best)], rtol=1e-12)
+        if row.method in ("newton_schulz", "bn"):  # below the line in the paper's tables
+            assert row.place_mean is row.place_min is None
+            continue
         place = means.index(min(means, key=lambda mean: abs(mean - values.mean()))) + 1
         assert row.place_mean == (place if place <= 4 else None)
         place = minima.index(values.min()) + 1
@@ -107,12 +114,12 @@ def test_differences_are_scipys_paired_test(sweep):
     assert {"beyond", "within"} <= {row.verdict for row in ours}
 
 
-@pytest.mark.parametrize("df", [1, 2, 3, 4, 5, 9, 10, 49, 200])
-def test_students_t_is_scipys(df):
-    for t in (0.0, 1e-3, 0.5, 2.0, 12.7, 60.0):
-        np.testing.assert_allclose(t_two_sided(t, df), 2 * stats.t.sf(t, df), rtol=1e-9, atol=1e-13)
-    for confidence in (0.5, 0.95, 0.999):
-        np.testing.assert_allclose(t_quantile(confidence, df), stats.t.ppf((1 + confidence) / 2, df), rtol=1e-8)
+def test_two_means_with_their_deviations_are_compared_by_welchs_test():
+    rng = np.random.default_rng(0)
+    first, second = rng.normal(4.0, 0.1, 10), rng.normal(4.2, 0.3, 10)
+    told = [(values.mean(), values.std(ddof=1)) for values in (first, second)]
+    expected = stats.ttest_ind(first, second, equal_var=False).pvalue
+    np.testing.assert_allclose(separate_p(*told, 10), expected, rtol=1e-9)
 
 
 def test_few_or_equal_pairs_tell_nothing():

@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 
@@ -14,10 +16,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from orthocond.errors import ArgumentError
 from orthocond.lab.config import changed
+from orthocond.lab.data import load_data
 from orthocond.lab.display import Silent
 from orthocond.lab.methods import ALL, method_list
+from orthocond.lab.network import network
 from orthocond.lab.presets import preset
 from orthocond.lab.records import read_records
+from orthocond.lab.report import read_report
 from orthocond.lab.runs import DivergedError, RunError, read_status
 from orthocond.lab.state import learning_rate_factor
 from orthocond.lab.train import train
@@ -292,3 +297,84 @@ def test_channels_last_takes_the_same_steps(tmp_path):
         train(digits(**settings, channels_last=layout), tmp_path / layout)
     losses = [[record["loss"] for record in read_records(tmp_path / layout, "step")] for layout in ("false", "true")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+FAILING = """
+import json, os, sys, torch
+from pathlib import Path
+from orthocond.lab.config import changed
+from orthocond.lab.presets import preset
+from orthocond.lab.train import train
+from orthocond.linalg import solver_failures
+
+rank, calls, svd = int(os.environ.get("LOCAL_RANK", 0)), 0, torch.linalg.svd
+
+def failing(A, *args, **kwargs):
+    global calls
+    calls += 1
+    if calls % (3 + rank) == 0:
+        raise torch.linalg.LinAlgError("injected")
+    return svd(A, *args, **kwargs)
+
+torch.linalg.svd = failing
+out = Path(sys.argv[1])
+settings = {"solver": "svd", "steps": 4, "val_images": 8, "batch_size": 8, "devices": "2", "accelerator": "cpu"}
+train(changed(preset("gcp-digits"), {**settings, "threads": 1, "monitor": sys.argv[2]}), out / "run")
+(out / f"{rank}.json").write_text(json.dumps(sum(solver_failures().values())))
+"""
+
+
+@pytest.mark.timeout(200)
+def test_failures_of_all_processes_count_with_those_of_validation(tmp_path):
+    (tmp_path / "failing.py").write_text(FAILING)
+    command = [sys.executable, str(tmp_path / "failing.py"), str(tmp_path), "none"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    counts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert min(counts) > 0
+    training = sum(record["failures"] for record in read_records(tmp_path / "run", "step"))
+    validation = sum(record["failures"] for record in read_records(tmp_path / "run", "epoch"))
+    assert min(training, validation) > 0
+    assert training + validation == sum(counts)
+    (section,) = read_report([tmp_path / "run"]).sections
+    assert section.rows[0].failures == sum(counts)
+
+
+def test_the_condition_number_in_front_of_batch_norm_is_recorded(tmp_path):
+    train(digits(method="bn", steps=3, eps=0.01), tmp_path)
+    for record in read_records(tmp_path, "step"):
+        assert record["rank"] == 8
+        assert 1 <= record["cond_eps"] <= record["cond"]
+
+
+def test_every_fifth_step_is_recorded_also_after_an_interruption(tmp_path):
+    config = digits(monitor_every=5, steps=13, monitor="input", monitor_validation=True)
+    train(config, tmp_path / "whole")
+
+    class Interrupting(Silent):
+        def step(self, record):
+            if record["step"] == 10:
+                signal.raise_signal(signal.SIGTERM)
+
+    train(config, tmp_path / "parts", display=Interrupting())
+    assert train(config, tmp_path / "parts", resume=True).state == "finished"
+    assert differences(tmp_path / "whole", tmp_path / "parts") == []
+    records = read_records(tmp_path / "parts", "step")
+    assert [record["step"] for record in records if record["cond_support"] is not None] == [1, 6, 11]
+    (epoch,) = read_records(tmp_path / "parts", "epoch")
+    assert epoch["val_cond_floor"] >= epoch["val_cond_support"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("method", "solver"), [("svd", "svd"), ("newton_schulz", "newton_schulz(iterations=7)"), ("bn", None)]
+)
+def test_solvers_are_chosen_for_the_methods_that_they_fit(method, solver):
+    config = digits(method=method, solver="svd,newton_schulz(iterations=7)")
+    model, _ = network(config, load_data(config), sync=False)
+    assert getattr(model.bn1, "solver", None) == solver
+
+
+@pytest.mark.parametrize("solver", ["pade", "svd,eigh", "magic", "newton_schulz(steps=3)", "svd("])
+def test_solvers_that_fit_no_method_are_refused(solver):
+    with pytest.raises(ArgumentError):
+        digits(solver=solver)

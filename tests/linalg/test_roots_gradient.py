@@ -221,3 +221,27 @@ def test_gradients_are_symmetrised_before_they_are_narrowed():
     (found,) = torch.autograd.grad(matrix_inv_sqrth(A), A, G)
     (truth,) = torch.autograd.grad(matrix_inv_sqrth(wide := A.detach().double().requires_grad_()), wide, G.double())
     assert torch.allclose(found.double(), truth, rtol=1e-3)
+
+
+def test_pade_as_published_is_finite_at_ties_and_the_exact_gradient_away_from_them():
+    """The authors raise eigenvalues to the machine epsilon, and replace infinite entries of K by the largest."""
+    A, G = matrices("spread 1e2", 6, (), torch.float64), noise(6, 6, dtype=torch.float64)
+    exact = gradient_of(matrix_sqrth, A, G)
+    assert relative_error(gradient_of(lambda A: matrix_sqrth(A, gradient="pade(clamp=true)"), A, G), exact) < 1e-8
+    for spectrum in ("identity", "repeated", "rank-deficient"):
+        A = matrices(spectrum, 6, (3,))
+        for root in ROOTS.values():
+            assert (
+                gradient_of(lambda A: root(A, eps=1e-3, gradient="pade(clamp=true)"), A, noise(3, 6, 6))
+                .isfinite()
+                .all()
+            )
+
+
+def test_pade_as_published_replaces_what_overflows():
+    l = torch.tensor([1.0, 1.0, 3.0], dtype=torch.float64)
+    kernel = GRADIENTS["pade"].kernel
+    found = kernel(l, clamp=True)
+    assert found[0, 1] == found[1, 0] == 0.5  # the largest of the others: 1 / (3 - 1)
+    assert torch.equal(found[:, 2], torch.tensor([-0.5, -0.5, 0.0], dtype=torch.float64))
+    assert kernel(l, clamp=False)[0, 1].isinf()

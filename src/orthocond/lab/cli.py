@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -29,10 +30,12 @@ from orthocond.lab.compare import (
     plan,
     summary,
 )
+from orthocond.lab.conditions import CONDITIONS, measure_of
 from orthocond.lab.config import Config, changed, from_toml
 from orthocond.lab.data import load_data
 from orthocond.lab.display import Display, LiveDisplay, PlainDisplay, is_first_process
 from orthocond.lab.methods import ALL, DEMO, PAPER, method, method_list
+from orthocond.lab.paper import ITEMS, SCALES, chosen_items
 from orthocond.lab.presets import PRESETS, preset
 from orthocond.lab.report import write_report
 from orthocond.lab.report.command import report
@@ -226,6 +229,10 @@ def bench_command(
         bool, typer.Option("--quick", help="Small problems, few rounds: does it run, not how fast.")
     ] = False,
     json: Annotated[Path | None, typer.Option(help="File for the results, beside the environment.")] = None,
+    preset_name: Annotated[
+        str | None, typer.Option("--preset", help="For step: the preset whose network, layers and batch are timed.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="For step: cpu, with at most 32 images, or cuda.")] = "cpu",
 ) -> None:
     """Measure what things cost, side by side with what one would use instead."""
     from orthocond.lab.bench.promises import promises
@@ -234,9 +241,14 @@ def bench_command(
 
     if subject is not None:
         check_choice(subject, SUBJECTS, "subject", "bench")
+    options: dict[str, Any] = {"config": preset(preset_name)} if preset_name is not None else {}
+    options |= {"device": _device(device)} if device != "cpu" else {}
+    if options and subject != "step":
+        raise ArgumentError("bench takes --preset and --device for a training step alone: orthocond bench step.")
     if json is not None:
         check_place(json)
-    results = run([subject] if subject is not None else list(SUBJECTS), quick=quick, console=Console(stderr=True))
+    names = [subject] if subject is not None else list(SUBJECTS)
+    results = run(names, quick=quick, console=Console(stderr=True), **options)
     if json is not None:
         write_results(results, json)
     found = results["subjects"]
@@ -247,6 +259,59 @@ def bench_command(
         for row in entry.rows:
             table.add_row(*row)
         console.print(table)
+
+
+@app.command("paper", epilog="Example: orthocond paper figure1 --scale digits --seeds 2")
+@_with_settings
+def paper_command(
+    settings: dict[str, str],
+    items: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ITEM]...", help="table1 to table6, figure1 to figure5, or all; unset: list them."),
+    ] = None,
+    scale: Annotated[str, typer.Option(help=f"{', '.join(SCALES)}: how large the runs are.")] = "digits",
+    seeds: Annotated[int, typer.Option(help="Runs of each method; the paper has ten on CIFAR.", min=1)] = 2,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with the data, or with cifar10, cifar100 and imagenet in it.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the runs; unset: runs/paper/SCALE.", show_default=False)
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Runs at a time on this machine.", min=1)] = min(4, num_cores()),
+) -> None:
+    """Run what a table or figure of the paper takes, and write it with the paper's numbers beside ours."""
+    from orthocond.lab.report.item_page import label, write_items
+    from orthocond.lab.reproduction import planned_runs, step_times
+
+    console = Console(highlight=False, soft_wrap=True)
+    if not items:
+        table = Table("item", "what it shows", "experiments", box=None, pad_edge=False)
+        for item in ITEMS.values():
+            table.add_row(item.name, f"{item.title}: {item.caption}", ", ".join(item.quotes))
+        console.print(table)
+        return
+    chosen = chosen_items(items)
+    folder = out or Path("runs") / "paper" / scale
+    for name in ("method", "seed", "preset"):
+        if name in settings:
+            raise ArgumentError(f"paper takes its methods and seeds from the items; leave out --{name}.")
+    runs = planned_runs(chosen, scale, seeds, folder, data, settings)
+    left = [run for run in runs if not run.is_finished]
+    console.print(
+        f"{', '.join(label(item) for item in chosen)} at the scale {scale}: {SCALES[scale]}. "
+        f"{len(left)} of {len(runs)} runs to do, {jobs} at a time."
+    )
+    for config in {run.config.preset: run.config for run in left}.values():
+        load_data(config)  # what is wrong with it is said once
+    failed = compare(runs, LocalEngine(jobs), console) if runs else []
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    times = step_times(chosen, scale, folder, device)
+    name = chosen[0].name if len(chosen) == 1 else "paper"
+    page = write_items(chosen, scale, runs, times, folder / f"{name}.html")
+    tell_failed(runs, failed)
+    console.print(f"The page: {page.resolve().as_uri()}")
+    if failed:
+        raise typer.Exit(1)
 
 
 @app.command(
@@ -297,9 +362,17 @@ def carry_out(runs: list[Run], engine: Engine) -> None:
     failed = compare(runs, engine, console)
     console.print(summary(runs))
     console.print(
-        "Validation error in percent, mean ± standard deviation over seeds; condition number of the covariance on its "
-        "support, median over steps and seeds."
+        "Validation error in percent, mean ± standard deviation over seeds. Condition number of the covariance, "
+        + " or ".join(sorted({CONDITIONS[measure_of(run.config.eps)][0] for run in runs}))
+        + ": median over the last tenth of the steps, geometric mean over seeds."
     )
+    tell_failed(runs, failed)
+    if failed:
+        raise typer.Exit(1)
+
+
+def tell_failed(runs: list[Run], failed: list[Run]) -> None:
+    """Print what is to be noted of finished runs, and why others failed."""
     for run in runs:
         if run.is_finished and (note := run.result()["note"]):
             print(note, file=sys.stderr)
@@ -307,7 +380,15 @@ def carry_out(runs: list[Run], engine: Engine) -> None:
         print(f"{len(failed)} of {len(runs)} runs failed:", file=sys.stderr)
         for run in failed:
             print(f"  {run.name}: {run.problem} ({run.folder / 'log.txt'})", file=sys.stderr)
-        raise typer.Exit(1)
+
+
+def _device(name: str) -> str:
+    from orthocond.lab.bench.step import DEVICES
+
+    check_choice(name, DEVICES, "device", "bench")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("bench --device cuda needs a GPU that torch can use, and there is none; leave it out.")
+    return name
 
 
 def _shard(text: str) -> tuple[int, int]:

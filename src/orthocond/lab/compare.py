@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import os
 import statistics
 import subprocess
@@ -13,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
+import torch
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from orthocond.errors import ArgumentError
+from orthocond.lab.conditions import at_end, geometric_mean, measure_of
 from orthocond.lab.config import Config
 from orthocond.lab.display import number
 from orthocond.lab.installing import install_command
@@ -58,20 +60,20 @@ class Run:
         return self.has_config and self.status.get("state") == "finished"
 
     def result(self) -> dict[str, Any]:
-        """Return the last validation error and the median condition number of a finished run, and what is to be noted.
+        """Return the last validation error and the condition number of a finished run, and what is to be noted.
 
         A number that can't be known is None.
         """
         if not self._result:
-            records = read_steps(self.folder, ("cond_support",))
-            error, conds = records.last_error(self.status), records.steps["cond_support"]
-            known = conds[~np.isnan(conds)]
+            measure = measure_of(self.config.eps)
+            records = read_steps(self.folder, (measure,))
+            error, cond = records.last_error(self.status), at_end(records.steps["step"], records.steps[measure])
             notes = [lines_text(records.damaged)] if records.damaged else []
             if error is None:
                 notes.append("its error can't be known, because metrics.jsonl is not as the run wrote it")
             self._result = {
                 "error": error,
-                "cond": float(np.median(known)) if known.size else None,
+                "cond": None if math.isnan(cond) else cond,
                 "note": f"{self.name}: {'; '.join(notes)} ({self.folder})." if notes else "",
             }
         return self._result
@@ -97,25 +99,42 @@ class Engine(Protocol):
 
 
 class LocalEngine:
-    """Processes on this machine, its threads divided among them.
+    """Processes on this machine, its threads and GPUs divided among them.
+
+    A run sees the GPUs that it uses and no others: those that the fewest other runs use at the moment.
 
     Args:
         jobs: how many at a time.
+        gpus: as `CUDA_VISIBLE_DEVICES` names them; None for those that this process sees.
     """
 
-    def __init__(self, jobs: int) -> None:
+    def __init__(self, jobs: int, gpus: Sequence[str] | None = None) -> None:
         self.slots = jobs
         self._threads = max(1, num_cores() // jobs)
+        self._users = dict.fromkeys(visible_gpus() if gpus is None else gpus, 0)
 
     def start(self, run: Run) -> "_Process":
         """Start a run."""
-        return _Process(run, run.config.threads or self._threads)
+        config = run.config
+        wanted = 0 if config.accelerator in ("cpu", "mps") else len(self._users)
+        wanted = wanted if config.devices == "auto" else min(wanted, int(config.devices))
+        own = sorted(self._users, key=lambda gpu: self._users[gpu])[:wanted]
+        process = _Process(run, config.threads or self._threads, own, self._release)
+        for gpu in own:
+            self._users[gpu] += 1
+        return process
+
+    def _release(self, gpus: Sequence[str]) -> None:
+        for gpu in gpus:
+            self._users[gpu] -= 1
 
 
 class _Process:
-    def __init__(self, run: Run, threads: int) -> None:
+    def __init__(self, run: Run, threads: int, gpus: Sequence[str], release: Callable[[Sequence[str]], None]) -> None:
         config = dataclasses.replace(run.config, threads=threads)
+        self._gpus, self._release = gpus, release
         self._log = run.folder / "log.txt"
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         try:
             run.folder.mkdir(parents=True, exist_ok=True)
             log = self._log.open("ab")
@@ -127,7 +146,7 @@ class _Process:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": str(threads), "ORTHOCOND_COMMAND": command()},
+                env=os.environ | devices | {"OMP_NUM_THREADS": str(threads), "ORTHOCOND_COMMAND": command()},
             )
 
     def poll(self) -> str | None:
@@ -135,6 +154,7 @@ class _Process:
         if code is None:
             return None
         self._process.communicate()
+        self._release(self._gpus)
         said = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         if code == 0:
             return ""
@@ -199,6 +219,13 @@ class _Task:
 
 
 ENGINES = {"local": "processes on this machine", "ray": "tasks on a Ray cluster"}
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    return [name.strip() for name in named.split(",")][:count] if named else [str(number) for number in range(count)]
 
 
 def num_cores() -> int:
@@ -285,22 +312,23 @@ def compare(runs: Sequence[Run], engine: Engine, console: Console) -> list[Run]:
 
 
 def summary(runs: Sequence[Run], caption: str = "") -> Table:
-    """Return a table with a row for each method: runs done, error, condition number, failures of the runs."""
+    """Return a table with a row for each method of each preset: runs done, error, condition number, failed runs."""
     table = Table("method", caption=caption or None, pad_edge=False)
     for heading in ("runs", "error %", "best", "condition number", "progress"):
         table.add_column(heading, justify="right")
-    for name in dict.fromkeys(run.config.method for run in runs):
-        own = [run for run in runs if run.config.method == name]
+    several = len({run.config.preset for run in runs}) > 1
+    for preset, name in dict.fromkeys((run.config.preset, run.config.method) for run in runs):
+        own = [run for run in runs if (run.config.preset, run.config.method) == (preset, name)]
         results = [run.result() for run in own if run.is_finished]
         errors = [result["error"] for result in results if result["error"] is not None]
         conds = [result["cond"] for result in results if result["cond"] is not None]
         failed = sum(run.problem is not None and run.tries >= _TRIES and not run.is_finished for run in own)
         table.add_row(
-            name,
+            f"{preset} {name}" if several else name,
             f"{len(results)}/{len(own)}" + (f", {failed} failed" if failed else ""),
             mean_and_std(errors),
             f"{min(errors):.2f}" if errors else "",
-            number(statistics.median(conds)) if conds else "",
+            number(geometric_mean(conds)) if conds else "",
             f"{100 * _fraction_done(own):.0f}%",
         )
     return table

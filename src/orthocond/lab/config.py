@@ -13,8 +13,9 @@ from typing import Any
 from orthocond.errors import ArgumentError, check_choice
 from orthocond.lab.methods import method
 from orthocond.lab.models import MODELS
-from orthocond.linalg import GRADIENTS
-from orthocond.treatments import TREATMENTS, canonical
+from orthocond.linalg import GRADIENTS, SOLVERS
+from orthocond.nn import CovariancePool2d
+from orthocond.treatments import TREATMENTS, canonical, split_outside
 
 __all__ = [
     "PLACE",
@@ -28,9 +29,15 @@ __all__ = [
     "from_settings",
     "from_toml",
     "parsed",
+    "solver_of",
 ]
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+WATCHED = {
+    "layer": "that of the meta-layer, at no cost",
+    "input": "computed again in float64, as cond_floor needs it",
+    "none": "none",
+}
 SCHEDULES = {
     "steps": "multiplied by gamma after each milestone, an epoch",
     "linear": "falls to a hundredth over the run, linearly",
@@ -75,9 +82,13 @@ class Config:
     width: int = _setting(64, "channels of the stem")
     reduction: int | None = _setting(None, "channels of a 1x1 convolution in front of the head")
     eps: float | None = _setting(None, "added to the covariance; unset: the layer's own")
+    last_stride: int = _setting(2, "stride of the last stage of a residual network; 1: four times as many places")
     rtol: float | None = _setting(None, "eigenvalues below rtol times the largest are dropped; unset: the layer's own")
     channels_last: bool = _setting(False, "lay images out with the channels last, which convolutions are faster in")
-    gradient: str = _setting("exact", f"gradient rule of the root: {', '.join(GRADIENTS)}")
+    solver: str | None = _setting(
+        None, "solver of the root: eigh, svd or newton_schulz(iterations=5), each for the methods that it fits; or both"
+    )
+    gradient: str = _setting("exact", f"gradient rule of the root: {', '.join(GRADIENTS)}; or e.g. pade(clamp=true)")
 
     parts: str = _setting(
         "none", "options of treatments where the method gives none, e.g. ow(kind=operator)+olr(rule=exact)"
@@ -98,10 +109,17 @@ class Config:
     devices: str = _setting("1", "number of devices, or auto", place=True)
     nodes: int = _setting(1, "number of machines", place=True)
     workers: int = _setting(2, "processes that read and decode streamed images", place=True)
+    prefetch: int = _setting(2, "batches that each of them reads ahead", place=True)
+    cudnn_benchmark: bool = _setting(
+        False, "let cuDNN try its algorithms and keep the fastest; runs are no longer the same bit for bit", place=True
+    )
     threads: int | None = _setting(None, "threads of a process; unset: PyTorch's own choice", place=True)
     checkpoint_every: int = _setting(500, "steps between checkpoints; there is one at each epoch's end too", place=True)
     val_images: int | None = _setting(None, "validate with so many images only, evenly spaced")
     evaluate_every: int = _setting(1, "epochs between validations; there is one at the end always")
+    monitor: str = _setting("layer", "covariance that is watched: " + "; ".join(map(": ".join, WATCHED.items())))
+    monitor_every: int = _setting(1, "steps between two records of the condition number")
+    monitor_validation: bool = _setting(False, "record the condition numbers of validation, too")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", canonical(self.parts))
@@ -109,12 +127,14 @@ class Config:
         for name, choices in (
             ("model", MODELS),
             ("meta", ("dbn", "gcp")),
-            ("gradient", GRADIENTS),
             ("schedule", SCHEDULES),
             ("precision", PRECISIONS),
             ("accelerator", ("auto", "cpu", "cuda", "mps")),
+            ("monitor", WATCHED),
         ):
             check_choice(getattr(self, name), choices, name, "the run")
+        CovariancePool2d(gradient=self.gradient)  # says what is wrong with it
+        solver_of(self)
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and not least <= value < float("inf"):
@@ -143,10 +163,46 @@ _LEAST = {
     **dict.fromkeys(("pad", "workers", "seed"), 0),
     **dict.fromkeys(("eps", "rtol", "learning_rate", "momentum", "weight_decay", "gamma"), 0.0),
     **dict.fromkeys(("resize", "crop", "width", "reduction", "epochs", "steps", "batch_size", "nodes", "threads"), 1),
-    **dict.fromkeys(("val_images", "checkpoint_every", "evaluate_every"), 1),
+    **dict.fromkeys(("val_images", "checkpoint_every", "evaluate_every", "monitor_every", "prefetch"), 1),
+    "last_stride": 1,
     "num_classes": 2,
 }
 _TYPES = typing.get_type_hints(Config)
+
+
+def solver_of(config: Config) -> str | None:
+    """Return the solver of the meta-layer's root, with its options; None where there is no meta-layer.
+
+    Of the solvers that the configuration names, the one that fits the method counts: ``newton_schulz`` for methods of
+    that name, any with eigenvalues for those that begin with ``svd``.
+
+    Raises:
+        ArgumentError: an unknown solver or option, or one that is for no method of a sweep.
+
+    Example:
+        >>> solver_of(Config("mine", solver="svd,newton_schulz(iterations=7)", method="newton_schulz"))
+        'newton_schulz(iterations=7)'
+        >>> solver_of(Config("mine", solver="svd", method="newton_schulz"))
+        'newton_schulz'
+    """
+    default = method(config.method, config.parts).solver
+    try:
+        names = [] if config.solver is None else split_outside(config.solver, ",")
+    except ValueError as error:
+        raise ArgumentError(f"the setting solver has {config.solver!r} {error}.") from None
+    found = {}
+    for name in names:
+        base = name.partition("(")[0].strip()
+        check_choice(base, SOLVERS, "solver", "the run")
+        CovariancePool2d(solver=name)  # says what is wrong with its options
+        fits = "svd" if SOLVERS[base].has_eigenvalues else base
+        if fits not in ("svd", "newton_schulz") or fits in found:
+            raise ArgumentError(
+                f"solver must name one for svd (eigh, svd), newton_schulz, or both, got {config.solver!r}; separate "
+                "them by a comma."
+            )
+        found[fits] = name
+    return None if default is None else found.get("svd" if default == "eigh" else default, default)
 
 
 def changed(config: Config, settings: Mapping[str, Any]) -> Config:

@@ -71,7 +71,7 @@ class LiveDisplay(Silent):
 
     def step(self, record: dict[str, Any]) -> None:
         """Show the newest step."""
-        shown = {"epoch": record["epoch"], "loss": number(record["loss"]), "cond": number(record["cond_support"])}
+        shown = {"epoch": record["epoch"], "loss": number(record["loss"]), "cond": number(record["condition"])}
         self._progress.update(self._task, completed=record["step"], **shown)
 
     def epoch(self, record: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ class PlainDisplay(Silent):
         left = (now - self._begun) / max(done, 1) * (self._total - record["step"])
         self.note(
             f"epoch {record['epoch']} step {record['step']}/{self._total} loss {number(record['loss'])} "
-            f"cond {number(record['cond_support'])} {left:.0f} s left"
+            f"cond {number(record['condition'])} {left:.0f} s left"
         )
 
     def epoch(self, record: dict[str, Any]) -> None:

@@ -54,7 +54,8 @@ def start_fabric(config: Config) -> Fabric:
         ) from None
     fabric.launch()
     if fabric.device.type == "cuda":
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+        torch.backends.cudnn.benchmark = config.cudnn_benchmark
+        torch.backends.cudnn.deterministic = not config.cudnn_benchmark
     return fabric
 
 

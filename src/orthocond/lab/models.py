@@ -91,13 +91,15 @@ class ResNet(nn.Module):
         stem_norm: nn.Module,
         pool: nn.Module,
         reduction: int | None,
+        last_stride: int,
     ) -> None:
         super().__init__()
         width = _num_features(stem_norm)
+        strides = (*plan.strides[:-1], last_stride)
         self.conv1 = _conv(channels, width, 3) if small_images else _conv(channels, width, 7, 2)
         self.bn1 = stem_norm
         self.maxpool = nn.Identity() if small_images else nn.MaxPool2d(3, 2, 1)
-        for stage, (count, outputs, stride) in enumerate(zip(plan.blocks, plan.widths, plan.strides, strict=True)):
+        for stage, (count, outputs, stride) in enumerate(zip(plan.blocks, plan.widths, strides, strict=True)):
             layers = []
             for number in range(count):
                 layers.append(plan.block(width, outputs, stride if number == 0 else 1))
@@ -167,6 +169,7 @@ def build(
     head: str = "average",
     width: int = 64,
     reduction: int | None = None,
+    last_stride: int = 2,
     **options: Any,
 ) -> ResNet | ConvNet:
     """Return a network, randomly initialised.
@@ -182,6 +185,7 @@ def build(
         width: channels of the stem.
         reduction: channels of a 1x1 convolution in front of the head, or of the last convolution of ``convnet``;
             ``None`` for none.
+        last_stride: of the last stage of a residual network; with 1 the head pools four times as many places.
         **options: of the meta-layer: ``eps``, ``rtol``, ``solver``, ``gradient``; the stem's also ``groups``, ``sync``.
 
     Raises:
@@ -210,6 +214,7 @@ def build(
     }
     if name == "convnet":
         return ConvNet(**parts)
+    parts["last_stride"] = last_stride
     if name == "resnet-small":
         return ResNet(SMALL, small_images=True, **parts)
     return ResNet(DEPTHS[int(name.removeprefix("resnet"))], small_images=small_images, **parts)

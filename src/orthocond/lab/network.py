@@ -8,7 +8,7 @@ from torch import nn
 
 from orthocond import treat
 from orthocond.errors import OrthocondWarning
-from orthocond.lab.config import Config
+from orthocond.lab.config import Config, solver_of
 from orthocond.lab.data import Data, Part
 from orthocond.lab.methods import method
 from orthocond.lab.models import build
@@ -22,7 +22,7 @@ def network(config: Config, data: Data, *, sync: bool) -> tuple[nn.Module, Treat
     chosen = method(config.method, config.parts)
     options: dict[str, Any] = {}
     if chosen.solver is not None:
-        options = {"solver": chosen.solver}
+        options = {"solver": solver_of(config)}
         # What Newton-Schulz iterates on has no eigenvalues to drop, nor to make a rule of.
         names = ("eps", "rtol", "gradient") if chosen.solver == "eigh" else ("eps",)
         options |= {name: getattr(config, name) for name in names if getattr(config, name) is not None}
@@ -39,6 +39,7 @@ def network(config: Config, data: Data, *, sync: bool) -> tuple[nn.Module, Treat
         head="covariance" if with_meta and config.meta == "gcp" else "average",
         width=config.width,
         reduction=config.reduction,
+        last_stride=config.last_stride,
         **options,
     )
     if config.channels_last:

@@ -14,17 +14,17 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
-from orthocond import ConditionMonitor
 from orthocond.errors import ArgumentError, NonFiniteError, OrthocondError
+from orthocond.lab.conditions import measure_of
 from orthocond.lab.config import Config
 from orthocond.lab.data import Data, load_data
 from orthocond.lab.display import Display, Silent
 from orthocond.lab.engine import opened_folder, start_fabric, stop_requests
-from orthocond.lab.methods import method
 from orthocond.lab.notes import noted
 from orthocond.lab.records import lines_text, read_steps
 from orthocond.lab.runs import DivergedError, RunFolder, environment, read_status, start_over_command
 from orthocond.lab.state import RunState
+from orthocond.lab.watching import Watch
 from orthocond.treatments import LastStep
 
 __all__ = ["Outcome", "train"]
@@ -139,7 +139,7 @@ class _Run:
     def __init__(self, fabric: Fabric, config: Config, data: Data, folder: RunFolder | None, display: Display) -> None:
         self.fabric, self.config, self.data, self.folder, self.display = fabric, config, data, folder, display
         self.state = RunState(fabric, config, data)
-        self.monitor = ConditionMonitor(self.state.network) if method(config.method).solver else None
+        self.watch: Watch | None = None
         self.pending: list[tuple[dict[str, Any], Tensor]] = []
         self.times = dict.fromkeys(("seconds", "forward", "backward", "update"), 0.0)
         self.writer: SummaryWriter | None = None
@@ -149,6 +149,7 @@ class _Run:
         """Train until the last step, or until it is asked to stop."""
         if self.folder is not None:
             self.writer = SummaryWriter(str(self.folder.path), purge_step=self.state.step + 1)
+        self.watch = Watch(self.state.network, self.config, self.state.step)
         self.set_status("running")
         while self.state.step < self.state.total_steps:
             epochs, start = divmod(self.state.step, self.state.steps_per_epoch)
@@ -187,6 +188,8 @@ class _Run:
 
     def train_step(self, epoch: int, x: Tensor, y: Tensor) -> None:
         """Take one step, and remember what happened in it."""
+        assert self.watch is not None
+        self.watch.step = self.state.step
         times = [time.perf_counter()]
         scheduled = self.state.sgd.param_groups[0]["lr"]
         logits = self.state.model(x)
@@ -219,22 +222,26 @@ class _Run:
         self.pending.append((record, loss.detach()))
 
     def flush(self, *, reduce: bool = True) -> None:
-        """Write down the steps since the last time, their loss averaged over the processes unless these can't agree.
+        """Write down the steps since the last time, over all processes unless these can't agree.
+
+        The loss is their mean, failures of the solver their sum; condition numbers are those of the first process.
 
         Raises:
             DivergedError: the loss of one of them is not finite.
         """
-        conditions = self.monitor.drain() if self.monitor is not None else []
+        assert self.watch is not None
+        recorded = self.watch.steps()
         if not self.pending:
             return
         stacked = torch.stack([loss for _, loss in self.pending])
         losses = (self.state.reduced(stacked, "mean") if reduce else stacked).tolist()
-        conditions = conditions[: len(losses)] or [{}] * len(losses)
-        names = ("cond", "cond_support", "cond_eps", "rank", "failures")
-        records = []
-        for (record, _), loss, condition in zip(self.pending, losses, conditions, strict=True):
-            found = {name: condition.get(name, 0 if name == "failures" else None) for name in names}
-            records.append({**record, "loss": loss, **found})
+        own = [recorded(record["step"]) for record, _ in self.pending]
+        failures = torch.tensor([float(found["failures"]) for found in own])
+        counts = (self.state.reduced(failures, "sum") if reduce else failures).tolist()
+        records = [
+            {**record, "loss": loss, **found, "failures": int(count)}
+            for (record, _), loss, found, count in zip(self.pending, losses, own, counts, strict=True)
+        ]
         self.pending.clear()
         if self.folder is not None:
             self.folder.append("metrics.jsonl", records)
@@ -243,7 +250,7 @@ class _Run:
             self.folder.append("times.jsonl", [{"step": records[-1]["step"], "steps": len(records), **taken}])
             self._to_tensorboard(records[-1], records[-1]["step"])
         self.times = dict.fromkeys(self.times, 0.0)
-        self.display.step(records[-1])
+        self.display.step({**records[-1], "condition": records[-1][measure_of(self.config.eps)]})
         for record in records:
             if not math.isfinite(record["loss"]):
                 raise self._diverged(
@@ -264,8 +271,9 @@ class _Run:
             self._to_tensorboard(record, self.state.step)
 
     @torch.no_grad()
-    def validate(self) -> dict[str, float]:
-        """Return loss and errors on the validation images."""
+    def validate(self) -> dict[str, Any]:
+        """Return loss and errors on the validation images, and what was recorded of the covariances meanwhile."""
+        assert self.watch is not None
         self.state.model.eval()
         totals = torch.zeros_like(self.state.totals)
         precision = self.fabric.strategy.precision
@@ -274,7 +282,10 @@ class _Run:
                 logits = self.state.network(precision.convert_input(x))
             totals += _totals(_loss(logits, y), logits, y).to(totals)
         loss, wrong, wrong5, count = self.state.summed(totals)
-        return {"val_loss": loss / count, "val_error": 100 * wrong / count, "val_error5": 100 * wrong5 / count}
+        found = self.watch.validation()
+        (failures,) = self.state.summed(totals.new_tensor([found["failures"]]))
+        errors = {"val_loss": loss / count, "val_error": 100 * wrong / count, "val_error5": 100 * wrong5 / count}
+        return {**errors, **found, "failures": int(failures)}
 
     def check_weights(self) -> None:
         """Raise `DivergedError` unless all weights are finite."""
@@ -330,8 +341,8 @@ class _Run:
 
     def close(self) -> None:
         """Close what was opened for the loop."""
-        if self.monitor is not None:
-            self.monitor.close()
+        if self.watch is not None:
+            self.watch.close()
         if self.state.treatment is not None:
             self.state.treatment.detach()
         if self.writer is not None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from orthocond._core.registry import Entry, frozen
+from orthocond._core.registry import Entry, Option, frozen
 from orthocond.linalg._differences import Split, first_differences, shifted, values
 from orthocond.linalg._functions import Chosen
 
@@ -27,14 +27,12 @@ class GradientRule(Entry):
     """A rule for the gradient of the roots through the eigendecomposition."""
 
     bounded: bool = True
-    """Whether the gradient is finite at repeated eigenvalues."""
+    """Whether the gradient is finite at repeated eigenvalues, with the default options."""
     kernel: Callable[..., Tensor] | None = None
     """From eigenvalues ``(..., n)``, and the options, to ``K``; None for the exact rule."""
 
 
-def differences(
-    rule: GradientRule, options: dict[str, int | float], parts: Split, function: Chosen, eps: float
-) -> Tensor:
+def differences(rule: GradientRule, options: dict[str, Option], parts: Split, function: Chosen, eps: float) -> Tensor:
     """Return the matrix ``F`` ``(..., n, n)`` of the rule for a function of the eigenvalues."""
     exact = first_differences(parts, function)
     if rule.kernel is None:
@@ -70,9 +68,14 @@ def _taylor(l: Tensor, degree: int) -> Tensor:
     return sign * series / larger
 
 
-def _pade(l: Tensor) -> Tensor:
-    larger, smaller, sign = _ordered(l)
-    return torch.where(sign == 0, 0.0, sign / (larger * (1 - smaller / larger)))
+def _pade(l: Tensor, clamp: bool) -> Tensor:
+    larger, smaller, sign = _ordered(l.clamp(min=torch.finfo(l.dtype).eps) if clamp else l)
+    K = torch.where(sign == 0, 0.0, sign / (larger * (1 - smaller / larger)))
+    if not clamp:
+        return K
+    # The overflow check: at a tie K_ij and K_ji, both infinite, become the largest finite entry of the matrix.
+    finite = K.isfinite()
+    return torch.where(finite, K, torch.where(finite, K, 0.0).amax((-2, -1), keepdim=True))
 
 
 def _clip(l: Tensor, bound: float) -> Tensor:
@@ -103,8 +106,11 @@ GRADIENTS = frozen(
     GradientRule(
         "pade",
         "The diagonal Pade approximant of the geometric series, which is 1/(1 - x) itself: the same values as "
-        "naive in another order of operations, and like it not bounded at x = 1, that is at repeated eigenvalues.",
+        "naive in another order of operations, and like it not bounded at x = 1, that is at repeated eigenvalues. "
+        "With clamp=true as in the authors' code: eigenvalues raised to 2.2e-16, and infinite entries of K replaced by "
+        "the largest finite one, so that the gradient is finite at repeated eigenvalues, and wrong there.",
         "Song et al., Why approximate matrix square root outperforms accurate SVD, ICCV 2021; used in the paper",
+        {"clamp": False},
         bounded=False,
         kernel=_pade,
     ),

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,9 @@ class ConditionMonitor:
     code of the model's modules, and the ``layers`` that you name: any module whose input is a feature map, such as a
     plain BatchNorm. For meta-layers and calls the eigenvalues are computed anyway, and nothing waits for the
     device until the history is read. For a named layer the monitor computes the covariance of the input over batch and
-    positions, in float64, and decomposes it: that costs about as much as a whitening layer, see ``every``.
+    positions, in float64, and decomposes it: that costs about as much as a whitening layer, see ``every``. Name a
+    meta-layer to have its covariance in float64, too: eigenvalues below the rounding of float32 count in
+    ``cond_floor``.
 
     A record is a dict:
 
@@ -81,9 +83,10 @@ class ConditionMonitor:
             ``rtol``, so that the numbers can be compared. ``None`` means 1e-5: above the rounding noise of a float32
             covariance, so ``cond_support`` is at most 1e5. Pass the layers' own ``rtol`` to see what they divide by.
         evaluation: record forwards in eval mode, too. A meta-layer's covariance is then computed as for a named layer.
+        eps: for ``cond_eps``, the same for every layer; ``None`` means each layer's own.
 
     Raises:
-        ArgumentError: an unknown layer, ``every`` below 1, or a negative ``rtol``.
+        ArgumentError: an unknown layer, ``every`` below 1, or a negative ``rtol`` or ``eps``.
 
     Warns:
         OrthocondWarning: there is no record because all forwards were in eval mode, or nothing to watch in the model.
@@ -107,12 +110,15 @@ class ConditionMonitor:
         layers: Iterable[str] | None = None,
         rtol: float | None = None,
         evaluation: bool = False,
+        eps: float | None = None,
     ) -> None:
         if every < 1:
             raise ArgumentError(f"ConditionMonitor expected every >= 1, got {every}; pass 1 to record each forward.")
-        self.every, self.rtol, self.evaluation = every, _RTOL if rtol is None else rtol, evaluation
+        self.every, self.rtol, self.evaluation, self.eps = every, _RTOL if rtol is None else rtol, evaluation, eps
         check_nonnegative(self.rtol, "rtol", "ConditionMonitor")
-        self._layers = _watched(unwrapped(model), [layers] if isinstance(layers, str) else list(layers or ()))
+        if eps is not None:
+            check_nonnegative(eps, "eps", "ConditionMonitor")
+        self._layers, self._named = _watched(unwrapped(model), [layers] if isinstance(layers, str) else layers or ())
         self._callers = Callers(unwrapped(model))
         self._forwards: Counter[tuple[str, str]] = Counter()
         self._measured: dict[str, Measured | None] = {}
@@ -131,6 +137,15 @@ class ConditionMonitor:
             self._handles.append(layer.register_forward_hook(partial(self._after, name)))
             self._handles.append(HookNotice(layer))
         self._handles.append(Observation(self._called))
+
+    def resume(self, num_forwards: int) -> None:
+        """Count training forwards from a number on: a resumed run then records the steps that it would have recorded.
+
+        Args:
+            num_forwards: how many training forwards there were before, of every layer.
+        """
+        for name in self._layers:
+            self._forwards[name, "train"] = num_forwards
 
     def history(self) -> list[dict[str, Any]]:
         """Return all records, oldest first, as plain dicts."""
@@ -293,9 +308,8 @@ class ConditionMonitor:
     def _before(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if layer is not self._layers[name]:  # a copy of the model has a copy of the hook
             return
-        is_own = isinstance(layer, MetaLayer) and layer.training  # then the layer's eigenvalues are there afterwards
-        is_due = self._is_due(name, layer)
-        self._measured[name] = self._of_input(name, layer, tensors((args, kwargs))) if is_due and not is_own else None
+        is_due = self._is_due(name, layer) and not self._has_own(layer, name)
+        self._measured[name] = self._of_input(name, layer, tensors((args, kwargs))) if is_due else None
         self._failures_before[name] = _num_failures()
 
     @uncompiled
@@ -308,17 +322,21 @@ class ConditionMonitor:
         mode = _mode(layer)
         step = self._forwards[name, "train"]
         self._forwards[name, mode] += 1
-        if is_due and isinstance(layer, MetaLayer) and layer.training and layer.last_eigenvalues is not None:
+        if is_due and self._has_own(layer, name) and layer.last_eigenvalues is not None:
             noise = layer.last_noise  # a compiled layer may use the same memory again
             measured = Measured(layer.last_eigenvalues.clone(), None if noise is None else noise.clone())
         if measured is None or measured.eigenvalues.numel() == 0:
             return
-        eps = getattr(layer, "eps", None)
+        eps = getattr(layer, "eps", None) if self.eps is None else self.eps
         key = Key(step, name, mode, failures)
         self._readings.append((key, measured, eps if isinstance(eps, int | float) else 0.0))
         self._num_waiting += measured.eigenvalues.numel()
         if self._num_waiting > _LARGEST_BUFFER:
             self._reduce()
+
+    def _has_own(self, layer: nn.Module, name: str) -> TypeGuard[MetaLayer]:
+        """Return whether the eigenvalues are there after a forward because the layer itself needs them."""
+        return isinstance(layer, MetaLayer) and layer.training and name not in self._named
 
     @torch.no_grad()
     def _called(self, function: str, A: Tensor, eigenvalues: Tensor | None, eps: float) -> None:
@@ -332,7 +350,7 @@ class ConditionMonitor:
         self._forwards[name, mode] += 1
         if is_due:
             l = spectrum(A.detach()).eigenvalues if eigenvalues is None else eigenvalues.detach().flip(-1)
-            self._readings.append((key, Measured(l), eps))
+            self._readings.append((key, Measured(l), eps if self.eps is None else self.eps))
             self._num_waiting += l.numel()
 
     def _is_due(self, name: str, layer: nn.Module) -> bool:
@@ -379,15 +397,17 @@ class ConditionMonitor:
         self._num_waiting = 0
 
 
-def _watched(model: nn.Module, names: list[str]) -> dict[str, nn.Module]:
-    """Return the meta-layers and the layers named, without the prefixes of wrappers."""
+def _watched(model: nn.Module, names: Iterable[str]) -> tuple[dict[str, nn.Module], frozenset[str]]:
+    """Return the meta-layers and the layers named, without the prefixes of wrappers, and which are the latter."""
     modules = {_plain(name): module for name, module in model.named_modules()}
     layers: dict[str, nn.Module] = {name: layer for name, layer in modules.items() if isinstance(layer, MetaLayer)}
+    named = []
     for name in names:
         plain = _plain(name) if _plain(name) in modules else _plain(name).removeprefix("module.")
         check_choice(plain, modules, "layer", "ConditionMonitor")
         layers[plain] = modules[plain]
-    return layers
+        named.append(plain)
+    return layers, frozenset(named)
 
 
 def _plain(name: str) -> str:

@@ -1,19 +1,20 @@
 """The nearest orthogonal gradient."""
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from orthocond._core.precision import widen
 from orthocond._core.registry import resolve
-from orthocond.errors import check_nonnegative
+from orthocond.errors import ArgumentError, check_choice, check_nonnegative
 from orthocond.linalg import POLAR_SOLVERS, nearest_orthogonal
 from orthocond.treatments._part import Note, Part
 
 if TYPE_CHECKING:
     from orthocond.treatments._step import Step
+    from orthocond.treatments._target import Target
 
 __all__ = ["NearestOrthogonalGradient"]
 
@@ -27,6 +28,12 @@ class NearestOrthogonalGradient(Part):
     Args:
         solver: one of `orthocond.linalg.POLAR_SOLVERS`.
         max_norm: largest Frobenius norm of the result, as in `torch.nn.utils.clip_grad_norm_`; None for no limit.
+        of: what is made orthogonal: ``"gradient"`` as in the paper, before SGD adds weight decay and momentum to it;
+            ``"decayed"``, the gradient with weight decay; or ``"momentum"``, the whole step, as Muon does.
+
+    Raises:
+        ArgumentError: an unknown option; or in a step, ``of`` another than the gradient with an optimizer that is not
+            SGD, or with its Nesterov momentum or dampening.
 
     Example:
         >>> NearestOrthogonalGradient(solver="svd")
@@ -46,21 +53,58 @@ class NearestOrthogonalGradient(Part):
         ),
     )
 
-    def __init__(self, *, solver: str = "gram", max_norm: float | None = None) -> None:
+    def __init__(self, *, solver: str = "gram", max_norm: float | None = None, of: str = "gradient") -> None:
         resolve(POLAR_SOLVERS, solver, "solver", "nog")
         if max_norm is not None:
             check_nonnegative(max_norm, "max_norm", "nog")
-        self.solver, self.max_norm = solver, max_norm
+        check_choice(of, ("gradient", "decayed", "momentum"), "of", "nog")
+        self.solver, self.max_norm, self.of = solver, max_norm, of
+        self._momentum: Tensor | None = None
+
+    def install(self, target: "Target") -> None:
+        """Refuse what changes the coordinates of the momentum."""
+        if self.of != "gradient" and "gauge" in target.parts:
+            raise ArgumentError(
+                f"nog(of={self.of}) can't be combined with gauge, which changes the coordinates in which weight decay "
+                "and momentum are kept; use nog with of=gradient."
+            )
 
     def act(self, step: "Step") -> None:
         """Replace the gradient."""
-        gradient = step.gradient
+        added = self._added(step)
+        gradient = step.gradient if added is None else step.gradient + added
+        if self.of == "momentum":
+            momentum = step.momentum
+            self._momentum = gradient if self._momentum is None else momentum * self._momentum.to(gradient) + gradient
+            gradient = self._momentum
         nearest = nearest_orthogonal(gradient, solver=self.solver)
         step.note(gradient_range=partial(_singular_range, gradient.clone()))
         if self.max_norm is not None:
             norm = torch.linalg.vector_norm(nearest)
             nearest = nearest * (self.max_norm / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1.0)
-        step.gradient = nearest
+        # SGD adds weight decay, and the momentum of the step before: they are taken off here, so that the sum is it.
+        if self.of == "momentum" and (before := step.momentum_buffer) is not None:
+            nearest = nearest - step.momentum * before
+        step.gradient = nearest if added is None else nearest - added
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the momentum, where it is kept here."""
+        return None if self._momentum is None else {"momentum": self._momentum}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Take over the momentum."""
+        self._momentum = None if state is None else state["momentum"]
+
+    def _added(self, step: "Step") -> Tensor | None:
+        """Return what weight decay adds to the gradient; None where it doesn't matter."""
+        if self.of == "gradient":
+            return None
+        if not step.is_plain_sgd:
+            raise ArgumentError(
+                f"nog(of={self.of}) needs torch.optim.SGD without Nesterov momentum, dampening and maximize, got "
+                f"{type(step.optimizer).__name__}; use nog with of=gradient."
+            )
+        return step.weight_decay * step.parameter
 
 
 @torch.no_grad()

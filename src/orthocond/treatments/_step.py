@@ -89,6 +89,33 @@ class Step:
         self._weight = matrix
 
     @property
+    def parameter(self) -> Tensor:
+        """The trained tensor as a matrix like the gradient: the weight, or what is behind its parametrization."""
+        return self.target.layout.matrix(self.target.parameter.detach())
+
+    @property
+    def is_plain_sgd(self) -> bool:
+        """Whether the optimizer subtracts ``rate * (momentum * buffer + gradient + weight_decay * parameter)``."""
+        settings = ("nesterov", "dampening", "maximize")
+        return isinstance(self.optimizer, torch.optim.SGD) and not any(self._group[name] for name in settings)
+
+    @property
+    def weight_decay(self) -> float:
+        """The weight decay of SGD."""
+        return float(self._group["weight_decay"])
+
+    @property
+    def momentum(self) -> float:
+        """The momentum of SGD."""
+        return float(self._group["momentum"])
+
+    @property
+    def momentum_buffer(self) -> Tensor | None:
+        """What SGD keeps of the steps before, as a matrix like the gradient; None before the first and without any."""
+        buffer = self.optimizer.state.get(self.target.parameter, {}).get("momentum_buffer")
+        return None if buffer is None or self.momentum == 0 else self.target.layout.matrix(buffer)
+
+    @property
     def rate(self) -> float:
         """The learning rate of this step. Setting it is for this step alone."""
         return float(self._group["lr"])

@@ -5,6 +5,7 @@ backward, whose times are taken.
 """
 
 import gc
+import itertools
 import random
 import statistics
 import time
@@ -54,7 +55,9 @@ class Spread(NamedTuple):
     rounds: int
 
 
-def alternate(contestants: Mapping[str, Contestant], budget: Budget) -> dict[str, list[list[float]]]:
+def alternate(
+    contestants: Mapping[str, Contestant], budget: Budget, device: str = "cpu"
+) -> dict[str, list[list[float]]]:
     """Return for each contestant a list of passes, each the seconds of its parts.
 
     They take turns, so that a slow moment hits them all, and each round has an order of its own: what ran before has
@@ -67,9 +70,10 @@ def alternate(contestants: Mapping[str, Contestant], budget: Budget) -> dict[str
         [1, 1, 1]
     """
     passes: dict[str, list[list[float]]] = {name: [] for name in contestants}
+    timed = _timed if device == "cpu" else _timed_by_events
     names, order = list(contestants), random.Random(0)  # an order, not a secret
     for name in names:
-        _timed(contestants[name])
+        timed(contestants[name])
     gc.collect()
     gc.disable()
     try:
@@ -77,7 +81,7 @@ def alternate(contestants: Mapping[str, Contestant], budget: Budget) -> dict[str
         rounds = 0
         while rounds < budget.fewest or (rounds < budget.most and time.perf_counter() < end):
             for name in order.sample(names, len(names)):
-                passes[name].append(_timed(contestants[name]))
+                passes[name].append(timed(contestants[name]))
             rounds += 1
     finally:
         gc.enable()
@@ -212,3 +216,15 @@ def _timed(contestant: Contestant) -> list[float]:
         seconds.append(now - start)
         start = time.perf_counter()
     return seconds
+
+
+def _timed_by_events(contestant: Contestant) -> list[float]:
+    """Return the seconds that the GPU took for each part: it works on while the host has gone ahead."""
+    torch.cuda.synchronize()
+    marks = [torch.cuda.Event(enable_timing=True)]
+    marks[0].record()
+    for _ in contestant():
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(marks)]

@@ -49,24 +49,26 @@ SUBJECTS = MappingProxyType(
 """What can be measured, by name."""
 
 
-def run(names: Iterable[str], *, quick: bool, console: Console) -> dict[str, Any]:
+def run(names: Iterable[str], *, quick: bool, console: Console, **options: Any) -> dict[str, Any]:
     """Return the results: ``environment``, ``quick``, and in ``subjects`` records by name.
 
     Args:
         names: of `SUBJECTS`.
         quick: small problems and few rounds: whether it runs, not how fast.
         console: where the progress is shown, a bar on a terminal and lines elsewhere.
+        **options: of a subject's ``measure``; ``device`` is where it happens.
     """
     names = list(names)
     if "polar" in names:  # Muon's steps are in bfloat16; what makes them work has to be chosen before torch computes
         processor.prepare()
-    about = {**environment(device="cpu", world_size=1), "peers": peers.state()}
+    about = {**environment(device=options.get("device", "cpu"), world_size=1), "peers": peers.state()}
     found: dict[str, Any] = {"environment": about, "quick": quick, "subjects": {}}
     for name in names:
         subject = SUBJECTS[name]
         began = time.monotonic()
         todo = list(subject.cells(quick=quick))
-        records = [record for cell in _shown(todo, name, console) for record in subject.measure(cell, quick=quick)]
+        cells = _shown(todo, name, console)
+        records = [record for cell in cells for record in subject.measure(cell, quick=quick, **options)]
         entry = {"seconds": round(time.monotonic() - began, 1), "records": records}
         if name == "solvers":
             entry["growth"] = solvers.growth(records)

@@ -1,9 +1,10 @@
 """``bench step``: Table 6 of the paper, what a training step costs by each method, and what is added by each part.
 
-One CIFAR ResNet-50 and optimizer for each method, steps in turns. A step of a second varies by more than the treatments
-cost, so what each of them adds is timed by itself, too, with and without on the layer alone.
+One network and optimizer for each method, as a preset has them, steps in turns. A step of a second varies by more than
+the treatments cost, so what each of them adds is timed by itself, too, with and without on the layer alone.
 """
 
+import dataclasses
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,28 +12,29 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import orthocond
 from orthocond.lab.bench.measure import Budget, Contestant, alternate, spread
+from orthocond.lab.config import Config, changed
+from orthocond.lab.data import Part
 from orthocond.lab.methods import method
-from orthocond.lab.models import build
+from orthocond.lab.network import network
+from orthocond.lab.paper import ITEMS
+from orthocond.lab.presets import preset
 from orthocond.nn import DecorrelatedBatchNorm2d
 
-__all__ = ["PAPER", "Cell", "cells", "measure"]
+__all__ = ["DEVICES", "PAPER", "Cell", "cells", "measure"]
 
-PAPER = {
-    "svd": (44, 95),
-    "svd+nog": (44, 97),
-    "svd+olr": (44, 96),
-    "svd+ow": (48, 102),
-    "svd+nog+ow+olr": (49, 106),
-    "newton_schulz": (43, 93),
-    "bn": (42, 90),
-}
+DEVICES = ("cpu", "cuda")
+(PAPER,) = ITEMS["table6"].quotes.values()
 """Milliseconds forward and backward in Table 6, on an RTX A6000."""
 
+Batch = tuple[Tensor, Tensor]
+
 _MONITORED = "svd, monitored"
+_OUR_DEFAULTS = {"eps": None, "rtol": None, "gradient": "exact", "parts": "none"}
+_LARGEST_BATCH = {"cpu": 32, "cuda": 10**9}
 
 
 @dataclass(frozen=True)
@@ -47,20 +49,38 @@ def cells(*, quick: bool) -> Iterator[Cell]:  # noqa: ARG001  # that of every su
     yield from (Cell("step"), Cell("added"))
 
 
-def measure(cell: Cell, *, quick: bool) -> list[dict[str, Any]]:
-    """Return a record for each method."""
+def measure(
+    cell: Cell, *, quick: bool, config: Config | None = None, device: str = "cpu", seconds: float = 0.0
+) -> list[dict[str, Any]]:
+    """Return a record for each method.
+
+    Args:
+        cell: what to measure.
+        quick: few steps with a small network.
+        config: whose network, layers and batch to take, on a CPU at most 32 images of it; None for ResNet-50 on
+            CIFAR-100 with the defaults of our layers.
+        device: of `DEVICES`; on CUDA times are taken by its events.
+        seconds: begin rounds for so long; there are eight at least.
+    """
     torch.manual_seed(0)
-    return _steps(quick=quick) if cell.subject == "step" else _added(quick=quick)
+    if cell.subject == "added":
+        return _added(quick=quick) if device == "cpu" else []
+    if config is None:
+        config = changed(preset("dbn-cifar100"), _OUR_DEFAULTS)
+    if quick:
+        config = changed(config, {"model": "resnet-small", "batch_size": 4})
+    budget = Budget(0.0, fewest=2) if quick else Budget(seconds, fewest=8)
+    return _steps(config, device, budget)
 
 
-def _steps(*, quick: bool) -> list[dict[str, Any]]:
-    network, batch = ("resnet-small", 4) if quick else ("resnet50", 32)
-    names = (*PAPER, "svd+gauge", _MONITORED)
-    budget = Budget(0.0, fewest=2) if quick else Budget(0.0, fewest=8)
-    passes = alternate({name: _step(name, network, batch) for name in names}, budget)
+def _steps(config: Config, device: str, budget: Budget) -> list[dict[str, Any]]:
+    batch = min(config.batch_size, _LARGEST_BATCH[device])
+    names = (*PAPER, *(("svd+gauge",) if config.can_be_gauged else ()), _MONITORED)
+    passes = alternate({name: _step(name, config, batch, device) for name in names}, budget, device)
+    about = {"preset": config.preset, "network": config.model, "batch_size": batch, "device": device}
     records = []
     for name in names:
-        record: dict[str, Any] = {"subject": "step", "method": name, "network": network, "batch_size": batch}
+        record: dict[str, Any] = {"subject": "step", "method": name, **about}
         for part, which in (("forward", 0), ("backward", 1), ("total", None)):
             record[part] = {base: spread(passes[name], passes[base], which)._asdict() for base in ("svd", "bn")}
         if name in PAPER:
@@ -70,23 +90,45 @@ def _steps(*, quick: bool) -> list[dict[str, Any]]:
     return records
 
 
-def _step(name: str, network: str, batch: int) -> Contestant:
+class _Noise:
+    """Images of the size of a dataset's, in place of them."""
+
+    def __init__(self, config: Config) -> None:
+        self.channels, side = (1, 8) if config.dataset == "digits" else (3, config.crop if config.resize else 32)
+        self.num_train = self.num_val = config.batch_size
+        self._shape, self._num_classes = (self.channels, side, side), config.num_classes
+
+    def batch(self, size: int, device: str) -> Batch:
+        return torch.randn(size, *self._shape).to(device), torch.randint(self._num_classes, (size,)).to(device)
+
+    def train_batches(self, epoch: int, start: int, part: Part, device: torch.device) -> Iterator[Batch]:
+        raise NotImplementedError
+
+    def val_batches(self, part: Part, device: torch.device) -> Iterator[Batch]:  # noqa: ARG002
+        yield self.batch(2, str(device))
+
+
+def _step(name: str, config: Config, batch: int, device: str) -> Contestant:
     """Return the training step of a method; the optimizer's part counts as backward, as treatments act there."""
-    chosen = method(name.partition(",")[0])
-    options: dict[str, Any] = {}
-    if chosen.solver == "newton_schulz":
-        options = {"solver": "newton_schulz", "eps": 1e-2}
-    stem = "bn" if chosen.solver is None else "dbn"
-    model = build(network, num_classes=100, small_images=True, stem=stem, **options)
-    treatment = orthocond.treat(model, "conv1", chosen.treatment)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    treatment.attach(optimizer)
+    chosen = method(name.partition(",")[0], config.parts)
+    own = dataclasses.replace(config, method=chosen.name)
+    if chosen.solver == "newton_schulz" and not own.eps:
+        own = dataclasses.replace(own, eps=1e-2)
+    data = _Noise(config)
+    model, treatment = network(own, data, sync=False)
+    model = model.to(device)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay
+    )
+    if treatment is not None:
+        treatment.attach(optimizer)
     if name == _MONITORED:
         orthocond.ConditionMonitor(model)
-    x, y = torch.randn(batch, 3, 32, 32), torch.randint(100, (batch,))
+    x, y = data.batch(batch, device)
 
     def step() -> Iterator[None]:
-        loss = F.cross_entropy(model(x), y) + treatment.penalty()
+        penalty = 0.0 if treatment is None else treatment.penalty()
+        loss = F.cross_entropy(model(x), y) + penalty
         yield
         optimizer.zero_grad()
         loss.backward()

@@ -4,6 +4,7 @@ import gzip
 import io
 import logging
 import os
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from orthocond.errors import ArgumentError
 from orthocond.lab.config import Config
 from orthocond.lab.data.memory import Images
+from orthocond.lab.display import is_first_process
 
 __all__ = ["check_labels", "digits", "read_splits"]
 
@@ -56,6 +58,17 @@ def read_splits(config: Config) -> Any:
     return chosen
 
 
+def _announce_copy(cache: str, parquet: list[Path]) -> None:
+    """Say how large the copy is that datasets is going to make of parquet files, if it is large and not there yet."""
+    gigabytes = sum(file.stat().st_size for file in parquet) / 1e9
+    if gigabytes >= 1 and not Path(cache).exists() and is_first_process():
+        print(
+            f"orthocond: the parquet files are copied to {cache} first, which takes {gigabytes:.0f} GB there; "
+            "folders of images (train/CLASS/*.jpg and val/CLASS/*.jpg) need no copy.",
+            file=sys.stderr,
+        )
+
+
 def _from_hub(name: str) -> Any:
     import datasets
 
@@ -90,7 +103,9 @@ def _from_folder(folder: Path) -> Any:
     }
     try:
         if parquet:
-            return datasets.load_dataset("parquet", data_files={name: part for name, part in by_split.items() if part})
+            by_name = {name: part for name, part in by_split.items() if part}
+            _announce_copy(datasets.load_dataset_builder("parquet", data_files=by_name).cache_dir, parquet)
+            return datasets.load_dataset("parquet", data_files=by_name)
         if any((folder / name).is_dir() for name in names):
             return datasets.load_dataset("imagefolder", data_dir=str(folder))
     except Exception as error:  # damaged files: pyarrow's and Pillow's own errors, and datasets' around them

@@ -12,15 +12,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from orthocond.lab.conditions import CONDITIONS
 from orthocond.lab.notes import declared, rate_notes
 from orthocond.lab.report.experiments import Experiment
 from orthocond.lab.report.folders import method_order
-from orthocond.lab.report.metrics import CONDITIONS, Metrics
+from orthocond.lab.report.metrics import Metrics
 from orthocond.lab.report.rows import BASELINE
 from orthocond.lab.report.thin import Floats, Spread, smooth, spread
 from orthocond.treatments import Note
 
-__all__ = ["Chart", "Lines", "Style", "View", "charts_of", "styles_of"]
+__all__ = ["Chart", "Lines", "Style", "View", "charts_of", "condition_view", "styles_of"]
 
 
 class Lines(NamedTuple):
@@ -99,13 +100,6 @@ _FIXED = {
 
 _MANY_TIMES = 8  # from here on the lower of two errors is a flat line at the bottom of a linear axis
 
-_VIEWS = {"cond_support": "on the support", "cond": "raw", "cond_eps": "with eps"}
-_CAPTIONS = {
-    "cond_support": "Ratio of the largest to the smallest eigenvalue that counts towards the rank.",
-    "cond": "Ratio of the largest to the smallest eigenvalue; at rank below full it is rounding noise, or infinite.",
-    "cond_eps": "Ratio of the largest to the smallest eigenvalue after eps was added to all.",
-}
-
 
 def styles_of(methods: Iterable[str]) -> dict[str, Style]:
     """Return each method's style: fixed for bn, newton_schulz and svd; a colour, and then a dash, for each other."""
@@ -128,13 +122,14 @@ def charts_of(experiment: Experiment) -> list[Chart]:
     window = max(2, experiment.bins.number // 25)
     seen = {name for run in experiment.metrics.values() for name in (*run.curves, *run.shares)}
     notes = {name: note for name, note in declared().items() if name in seen}
+    measures = sorted(CONDITIONS, key=lambda key: key != experiment.measure)
     charts = [
         Chart(
             "conditioning",
             "Condition number of the covariance",
-            f"{hair} {' '.join(f'{_VIEWS[key].capitalize()}: {_CAPTIONS[key]}' for key in CONDITIONS)}",
+            f"{hair} {' '.join(f'{name.capitalize()}: {about}' for name, about in CONDITIONS.values())}",
             "step",
-            [_over_steps(experiment, key, _VIEWS[key], "condition number", is_log=True) for key in CONDITIONS],
+            [condition_view(experiment, key) for key in measures],
         ),
         Chart(
             "rank",
@@ -248,6 +243,11 @@ def _zoomed(view: View) -> View:
     return dataclasses.replace(
         view, zoom=((float(view.x[first]), float(view.x[-1])), (max(0.0, low - margin), high + margin))
     )
+
+
+def condition_view(experiment: Experiment, measure: str) -> View:
+    """Return the curves of one of the condition numbers."""
+    return _over_steps(experiment, measure, CONDITIONS[measure][0], "condition number", is_log=True)
 
 
 def _over_steps(

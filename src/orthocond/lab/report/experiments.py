@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from orthocond.lab.conditions import measure_of
 from orthocond.lab.config import PLACE, Config
 from orthocond.lab.records import lines_text
 from orthocond.lab.report.folders import Run, method_order
@@ -53,6 +54,12 @@ class Experiment:
     def is_pooling(self) -> bool:
         """Whether it is about covariance pooling, where top-5 counts too."""
         return self.config.get("meta") == "gcp" or self.config.get("head") == "covariance"
+
+    @property
+    def measure(self) -> str:
+        """The condition number that its methods are compared by."""
+        eps = self.config.get("eps")
+        return measure_of(eps if isinstance(eps, int | float) else None)
 
     def of(self, method: str) -> dict[str, Metrics]:
         """Return the metrics of a method's runs by seed."""

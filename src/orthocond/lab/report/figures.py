@@ -37,15 +37,23 @@ def _figure(chart: Chart, view: View, styles: dict[str, Style], stem: Path) -> l
         FigureCanvasAgg(figure)
         axes = figure.subplots()
         handles = []
+        ceiling, has_infinite = _ceiling(view)
         for method, lines in view.series.items():
             style = styles[method]
-            low, middle, high, floor, peak = (_finite(values) for values in lines)
+            low, middle, high, floor, peak = (_drawn(values, ceiling, is_log=view.is_log) for values in lines)
             axes.fill_between(view.x, low, high, color=style.light, alpha=0.15, linewidth=0)
             for edge in (floor, peak):
                 axes.plot(view.x, edge, color=style.light, alpha=0.3, linewidth=0.3)
-            handles += axes.plot(view.x, middle, color=style.light, linestyle=_DASHES[style.dash], linewidth=1.2)
+            mark = "." if np.count_nonzero(~np.isnan(middle)) == 1 else ""
+            handles += axes.plot(
+                view.x, middle, color=style.light, linestyle=_DASHES[style.dash], linewidth=1.2, marker=mark
+            )
+            infinite = np.isposinf(lines.peak)
+            axes.plot(view.x[infinite], np.full(infinite.sum(), ceiling), "^", color=style.light, markersize=3)
         if view.is_log:
             axes.set_yscale("log")
+        if has_infinite:
+            axes.annotate("▲ infinite", (1, 1), xycoords="axes fraction", ha="right", va="bottom", fontsize=7)
         axes.set_xlabel(chart.x_axis)
         axes.set_ylabel(f"{view.axis} ({view.label})" if view.label != view.axis else view.axis)
         axes.grid(alpha=0.25, linewidth=0.5)
@@ -65,5 +73,15 @@ def _encodable(name: str) -> str:
     return name.encode(errors="replace").decode()
 
 
-def _finite(values: Floats) -> Floats:
-    return np.where(np.isfinite(values), values, np.nan)
+def _ceiling(view: View) -> tuple[float, bool]:
+    """Return where infinite values are drawn, above all others, and whether there are any."""
+    values = np.concatenate([np.empty(0), *(lines.peak for lines in view.series.values())])
+    highest = values[np.isfinite(values)].max(initial=0.0)
+    above = highest * (10 if view.is_log else 1.1)
+    return float(above) if above > 0 else 1.0, bool(np.isposinf(values).any())
+
+
+def _drawn(values: Floats, ceiling: float, *, is_log: bool) -> Floats:
+    """Return the values with infinity at the ceiling, and without what a logarithmic axis has no place for."""
+    placed = np.where(np.isposinf(values), ceiling, values)
+    return np.where(np.isfinite(placed) & ((placed > 0) | (not is_log)), placed, np.nan)

@@ -15,7 +15,10 @@ from orthocond.lab.files import read_object
 from orthocond.lab.methods import ALL, method
 from orthocond.lab.runs import is_alive, read_status
 
-__all__ = ["Run", "canonical_method", "find_runs", "method_order"]
+__all__ = ["Run", "canonical_method", "find_runs", "is_ranked", "method_order"]
+
+
+_UNRANKED = ("newton_schulz", "bn")
 
 
 @dataclass(frozen=True)
@@ -120,9 +123,23 @@ def method_order(name: str) -> tuple[Any, ...]:
         >>> sorted(["svd+nog+ow", "svd", "svd+olr", "bn", "svd+sn"], key=method_order)
         ['bn', 'svd', 'svd+sn', 'svd+olr', 'svd+nog+ow']
     """
-    plain = re.sub(r"\([^)]*\)", "", name)  # without options
+    plain = _without_options(name)
     first = {"bn": 0, "newton_schulz": 1, "svd": 2}.get(plain.partition("+")[0], 3)
     return first, plain.count("+"), ALL.index(plain) if plain in ALL else len(ALL), name
+
+
+def is_ranked(name: str) -> bool:
+    """Return whether a method competes for the marks of the best four; others stand below, as in the paper's tables.
+
+    Example:
+        >>> is_ranked("svd+nog"), is_ranked("newton_schulz"), is_ranked("bn")
+        (True, False, False)
+    """
+    return _without_options(name).partition("+")[0] not in _UNRANKED
+
+
+def _without_options(name: str) -> str:
+    return re.sub(r"\([^)]*\)", "", name)
 
 
 def _without_config(folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import math
 
+from orthocond.lab.conditions import CONDITIONS
 from orthocond.lab.report import text
 from orthocond.lab.report.experiments import Experiment
 from orthocond.lab.report.rows import BASELINE, Row
@@ -88,16 +89,16 @@ def _listed(names: list[str]) -> str:
 
 
 def _condition(rows: list[Row]) -> str:
-    known = [row for row in rows if math.isfinite(row.conditions["cond_support"].mean)]
+    known = [row for row in rows if math.isfinite(row.condition.mean)]
     if not known:
         return ""
-    best = min(known, key=lambda row: row.conditions["cond_support"].mean)
+    best = min(known, key=lambda row: row.condition.mean)
     sentence = (
         f"The lowest condition number at the end of training is {best.method}'s, "
-        f"{text.condition(best.conditions['cond_support'].mean)} on the support"
+        f"{text.condition(best.condition.mean)} {CONDITIONS[best.measure][0]}"
     )
     base = next((row for row in known if row.method == BASELINE and row is not best), None)
-    return sentence + (f" ({BASELINE}: {text.condition(base.conditions['cond_support'].mean)})." if base else ".")
+    return sentence + (f" ({BASELINE}: {text.condition(base.condition.mean)})." if base else ".")
 
 
 def _progress(experiment: Experiment, rows: list[Row]) -> str:

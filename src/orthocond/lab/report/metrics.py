@@ -15,14 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from orthocond.lab.conditions import CONDITIONS, at_end
 from orthocond.lab.notes import declared
 from orthocond.lab.records import Records, last_step, number, read_steps, read_times
 from orthocond.lab.report.thin import Floats, Spread, spread, thin
 
-__all__ = ["CONDITIONS", "CURVES", "Bins", "Metrics", "bins_for", "read_metrics"]
-
-CONDITIONS = ("cond_support", "cond", "cond_eps")
-"""The three condition numbers: on the support, raw, with eps."""
+__all__ = ["CURVES", "Bins", "Metrics", "bins_for", "read_metrics"]
 
 CURVES = (*CONDITIONS, "rank", "loss", "pre_svd_lr")
 """What is drawn over the steps."""
@@ -32,20 +30,21 @@ _NUMBERS = ("step", *CURVES, "failures")
 
 @dataclass(frozen=True)
 class Bins:
-    """The bins of an experiment's steps: ``number`` of them, each ``width`` steps wide."""
+    """The bins of an experiment's steps: ``number`` of them, each ``width`` steps wide, after the first ``skipped``."""
 
     width: int
     number: int
+    skipped: int = 0
 
     @property
     def steps(self) -> Floats:
         """The step in the middle of each bin."""
-        return np.arange(self.number, dtype=np.float64) * self.width + (self.width + 1) // 2
+        return np.arange(self.number, dtype=np.float64) * self.width + (self.width + 1) // 2 + self.skipped
 
     @property
     def coarse(self) -> "Bins":
         """Bins eight times as wide, for what only many steps together can tell."""
-        return Bins(8 * self.width, math.ceil(self.number / 8))
+        return Bins(8 * self.width, math.ceil(self.number / 8), self.skipped)
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,9 @@ class Metrics:
     counts: dict[str, int]
     """For each of them the number of steps in which it was set."""
     failures: int
+    """Of the solver, in all processes, in training and validation."""
     at_end: dict[str, float]
-    """The median over the last tenth of the steps, of `CONDITIONS` and ``rank``; NaN where there is none."""
+    """Each of `CONDITIONS` and ``rank`` at the end of training; NaN where there is none."""
     seconds: dict[str, float]
     """The median seconds of a step: ``step``, and of it ``forward``, ``backward``, ``update``; empty if not timed."""
 
@@ -76,12 +76,18 @@ class Metrics:
         """Return the last epoch's number called ``name``; NaN if there is none."""
         return number(self.epochs[-1].get(name)) if self.epochs else math.nan
 
+    def best(self, name: str) -> float:
+        """Return the lowest of the epochs' numbers called ``name``; NaN if there is none."""
+        known = [value for record in self.epochs if not math.isnan(value := number(record.get(name)))]
+        return min(known, default=math.nan)
 
-def bins_for(folders: list[Path], *, number: int = 400) -> Bins:
-    """Return bins that hold every step of the runs in ``folders``, at most ``number`` of them."""
+
+def bins_for(folders: list[Path], *, number: int = 400, window: tuple[float, float] = (0.0, 1.0)) -> Bins:
+    """Return at most ``number`` bins that hold every step of the runs in ``folders`` in a part of the training."""
     total = max([last_step(folder) for folder in folders], default=0)
-    width = max(1, math.ceil(total / number))
-    return Bins(width, math.ceil(total / width))
+    first, last = (round(part * total) for part in window)
+    width = max(1, math.ceil((last - first) / number))
+    return Bins(width, math.ceil((last - first) / width), first)
 
 
 def read_metrics(folders: list[Path], bins: Bins) -> list[Metrics]:
@@ -104,22 +110,24 @@ def _read(folder: Path, _: tuple[tuple[int, int], ...], bins: Bins) -> Metrics:
     own = [name for name in notes if not np.isnan(columns[name]).all()]
     flagged = [name for name in own if notes[name].kind == "flag"]
     drawn = (*CURVES, *(name for name in own if name not in flagged))
-    tail = steps > steps.max(initial=0) * 0.9
-    at_end = {name: float(spread(columns[name][None, tail]).middle[0]) for name in (*CONDITIONS, "rank")}
+    thinned = {
+        name: thin(steps - bins.skipped, columns[name], width=bins.width, num_bins=bins.number) for name in drawn
+    }
+    in_validation = sum(number(record.get("failures", 0)) for record in records.epochs)
     return Metrics(
         records=dataclasses.replace(records, steps={}),
-        curves={name: thin(steps, columns[name], width=bins.width, num_bins=bins.number) for name in drawn},
+        curves=thinned,
         shares={name: _share(steps, columns[name], bins.coarse) for name in flagged},
         num_steps=len(steps),
         counts={name: int(np.nansum(columns[name])) for name in flagged},
-        failures=int(np.nansum(columns["failures"])),
-        at_end=at_end,
+        failures=int(np.nansum([np.nansum(columns["failures"]), in_validation])),
+        at_end={name: at_end(steps, columns[name]) for name in (*CONDITIONS, "rank")},
         seconds=_seconds(folder),
     )
 
 
 def _share(steps: Any, flag: Floats, bins: Bins) -> Floats:
-    index = (steps - 1) // bins.width
+    index = (steps - 1 - bins.skipped) // bins.width
     inside = (index >= 0) & (index < bins.number) & ~np.isnan(flag)
     counts = np.bincount(index[inside], minlength=bins.number)
     sums = np.bincount(index[inside], weights=flag[inside], minlength=bins.number)

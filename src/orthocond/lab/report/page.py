@@ -8,6 +8,7 @@ import base64
 import gzip
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from importlib import resources
@@ -16,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from orthocond.lab.report.charts import Chart, charts_of, styles_of
-from orthocond.lab.report.content import Report, Section
-from orthocond.lab.report.rows import BASELINE
+from orthocond.lab.report.content import Report
+from orthocond.lab.report.rows import BASELINE, Row
 from orthocond.lab.report.statistics import TEST
 from orthocond.lab.report.tables import (
     by_error,
@@ -29,23 +30,19 @@ from orthocond.lab.report.tables import (
 )
 from orthocond.lab.report.thin import Floats
 
-__all__ = ["page"]
+__all__ = ["page", "rendered", "section_data"]
 
 
 def page(report: Report, *, refresh: int | None = None) -> str:
     """Return the page; with ``refresh``, the browser loads it anew every so many seconds."""
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    # Autoescape is what shows a hostile name as text. Only our own files and the escaped JSON are marked as safe.
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     methods = {method for section in report.sections for method in section.experiment.methods}
     styles = styles_of(methods)
     charts = [charts_of(section.experiment) for section in report.sections]
     data = {
         "styles": {method: asdict(style) for method, style in styles.items()},
         "sections": [
-            _section_data(section, of_section) for section, of_section in zip(report.sections, charts, strict=True)
+            section_data(section.experiment.methods, section.rows, of_section)
+            for section, of_section in zip(report.sections, charts, strict=True)
         ],
     }
     sections = [
@@ -66,13 +63,29 @@ def page(report: Report, *, refresh: int | None = None) -> str:
         }
         for section, of_section in zip(report.sections, charts, strict=True)
     ]
-    return environment.from_string(_file("page.html")).render(
+    return rendered(
+        "page.html",
+        data,
         sections=sections,
         styles=styles,
         problems=report.problems,
         written=report.written,
         test=TEST,
         refresh=refresh,
+    )
+
+
+def rendered(template: str, data: dict[str, Any], **values: Any) -> str:
+    """Return a page from a template of this package, with its style, its script and the data that it draws."""
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+    from markupsafe import Markup
+
+    # Autoescape is what shows a hostile name as text. Only our own files and the escaped JSON are marked as safe.
+    environment = Environment(
+        loader=FunctionLoader(_file), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(template).render(
+        **values,
         css=Markup(_file("page.css")),
         script=Markup(_file("page.js")),
         library=Markup(_library()),
@@ -80,11 +93,11 @@ def page(report: Report, *, refresh: int | None = None) -> str:
     )
 
 
-def _section_data(section: Section, charts: list[Chart]) -> dict[str, Any]:
-    rows = section.rows
+def section_data(methods: Sequence[str], rows: Sequence[Row], charts: Sequence[Chart]) -> dict[str, Any]:
+    """Return what the script draws of a section: dots of errors, bars of times, curves."""
     return {
         "baseline": BASELINE,
-        "methods": section.experiment.methods,
+        "methods": list(methods),
         "byError": [row.method for row in by_error(rows)],
         "errors": {row.method: {seed: _rounded(error) for seed, error in row.errors.items()} for row in rows},
         "means": {row.method: _rounded(row.error.mean) for row in rows},

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from orthocond.lab.conditions import CONDITIONS, geometric_mean
 from orthocond.lab.notes import flags
 from orthocond.lab.report.experiments import Experiment
-from orthocond.lab.report.metrics import CONDITIONS, Metrics
+from orthocond.lab.report.folders import is_ranked
+from orthocond.lab.report.metrics import Metrics
 from orthocond.lab.report.statistics import Difference, holm, paired_difference
 
-__all__ = ["BASELINE", "VERDICTS", "Estimate", "Row", "rows_of", "verdict_of"]
+__all__ = ["BASELINE", "VERDICTS", "Estimate", "Row", "places", "rows_of", "verdict_of"]
 
 BASELINE = "svd"
 """The method with which the others are compared."""
@@ -61,27 +63,37 @@ class Row:
     error: Estimate
     error5: Estimate
     """Of the top-5 error."""
+    best: Estimate
+    """Of the lowest validation error of any epoch: not known before the end, so lower than a fair one."""
+    best5: Estimate
     difference: Difference | None
     """Of the error to `BASELINE`'s; ``None`` for itself and where it is not there."""
     p_corrected: float
     verdict: str
     """One of `VERDICTS`, or empty without a difference."""
     place_mean: int | None
-    """1 to 4 if the mean error is among the four lowest."""
+    """1 to 4 if the mean error is among the four lowest of those that are ranked, see `is_ranked`."""
     place_min: int | None
     is_best: bool
     """Whether it has the lowest mean error, or can't be told from the one that has; False for all if all are alike."""
     conditions: Mapping[str, Estimate]
     """Each condition number at the end: geometric mean over the finished runs; ``std`` is of the decimal logarithm."""
+    measure: str
+    """The one of them that the experiment is judged by."""
     rank: Estimate
     failures: int
-    """Of the solver, in all runs."""
+    """Of the solver, in all runs and processes, in training and validation."""
     shares: Mapping[str, float]
     """For each flag that a treatment notes the share of all steps in which it was set; NaN for the other methods."""
     seconds: Mapping[str, Estimate]
     """Of a step, and of it ``forward``, ``backward``, ``update``."""
     overhead: float
     """The mean seconds of a step relative to `BASELINE`'s, less 1; NaN where there is none."""
+
+    @property
+    def condition(self) -> Estimate:
+        """The condition number at the end of training."""
+        return self.conditions[self.measure]
 
 
 def rows_of(experiment: Experiment) -> list[Row]:
@@ -96,8 +108,9 @@ def rows_of(experiment: Experiment) -> list[Row]:
     corrected = holm([math.nan if difference is None else difference.p for difference in differences])
     estimates = {method: Estimate.of(errors[method].values()) for method in methods}
     whole = [method for method in methods if all(map(math.isfinite, errors[method].values()))]
-    place_mean = _places({method: estimates[method].mean for method in whole})
-    place_min = _places({method: estimates[method].min for method in whole})
+    ranked = [method for method in whole if is_ranked(method)]
+    place_mean = places({method: estimates[method].mean for method in ranked})
+    place_min = places({method: estimates[method].min for method in ranked})
     best = _best({method: errors[method] for method in whole})
     base = _seconds(experiment.of(BASELINE))["step"].mean
     rows = []
@@ -114,6 +127,8 @@ def rows_of(experiment: Experiment) -> list[Row]:
                 errors=errors[method],
                 error=estimates[method],
                 error5=Estimate.of(_last(finished, "val_error5").values()),
+                best=Estimate.of(run.best("val_error") for run in finished.values()),
+                best5=Estimate.of(run.best("val_error5") for run in finished.values()),
                 difference=difference,
                 p_corrected=p,
                 verdict=verdict_of(difference, p),
@@ -121,6 +136,7 @@ def rows_of(experiment: Experiment) -> list[Row]:
                 place_min=place_min.get(method),
                 is_best=method in best,
                 conditions={name: _geometric(run.at_end[name] for run in finished.values()) for name in CONDITIONS},
+                measure=experiment.measure,
                 rank=Estimate.of(run.at_end["rank"] for run in finished.values()),
                 failures=sum(run.failures for run in runs.values()),
                 shares={name: _share(runs, name) for name in flags()},
@@ -151,7 +167,7 @@ def verdict_of(difference: Difference | None, p_corrected: float) -> str:
     return "borderline" if difference.p < 0.05 else "within"
 
 
-def _places(values: Mapping[str, float]) -> dict[str, int]:
+def places(values: Mapping[str, float]) -> dict[str, int]:
     """Return 1 to 4 for the four lowest; equal values have equal places."""
     finite = {method: value for method, value in values.items() if math.isfinite(value)}
     places = {method: 1 + sum(other < value for other in finite.values()) for method, value in finite.items()}
@@ -172,12 +188,11 @@ def _best(errors: Mapping[str, Mapping[str, float]]) -> set[str]:
 
 
 def _geometric(values: Iterable[float]) -> Estimate:
-    """Return the geometric mean; one infinite value makes it infinite."""
+    """Return the geometric mean, and the deviation of the decimal logarithm."""
     known = [value for value in values if value > 0]
-    if any(map(math.isinf, known)):
-        return Estimate(math.inf, math.nan, min(known), math.inf, len(known))
-    logs = Estimate.of(math.log10(value) for value in known)
-    return Estimate(10**logs.mean, logs.std, min(known, default=math.nan), max(known, default=math.nan), logs.num)
+    std = math.nan if math.inf in known else Estimate.of(math.log10(value) for value in known).std
+    nan = math.nan
+    return Estimate(geometric_mean(known), std, min(known, default=nan), max(known, default=nan), len(known))
 
 
 def _seconds(runs: Mapping[str, Metrics]) -> dict[str, Estimate]:

@@ -5,7 +5,18 @@ import math
 from orthocond.lab.report.rows import Estimate, Row
 from orthocond.lab.report.statistics import Difference
 
-__all__ = ["MISSING", "condition", "difference", "error", "mean_std", "milliseconds", "minute", "percent", "seeds"]
+__all__ = [
+    "MISSING",
+    "condition",
+    "difference",
+    "error",
+    "mean_std",
+    "milliseconds",
+    "minute",
+    "percent",
+    "seeds",
+    "signed",
+]
 
 MISSING = "\N{EN DASH}"
 
@@ -49,11 +60,17 @@ def difference(found: Difference | None) -> str:
     """Return a difference to the baseline with its interval: ``-0.42 [-0.55, -0.29]``."""
     if found is None or found.num_pairs == 0:
         return MISSING
-    interval = f" [{_signed(found.low)}, {_signed(found.high)}]" if math.isfinite(found.low) else ""
-    return _signed(found.mean) + interval
+    interval = f" [{signed(found.low)}, {signed(found.high)}]" if math.isfinite(found.low) else ""
+    return signed(found.mean) + interval
 
 
-def _signed(value: float) -> str:
+def signed(value: float) -> str:
+    """Return a difference with its sign.
+
+    Example:
+        >>> signed(-0.421), signed(0.001)
+        ('-0.42', '0.00')
+    """
     shown = f"{value:+.2f}"
     return "0.00" if shown in ("+0.00", "-0.00") else shown
 

@@ -49,8 +49,9 @@ def smooth(values: Floats, width: int) -> Floats:
     starts = np.maximum(np.arange(len(values)) - width // 2, 0)
 
     def within(numbers: Floats) -> Floats:
-        sums = np.concatenate([[0.0], np.cumsum(numbers)])
-        return sums[ends] - sums[starts]
+        sums: Floats = np.concatenate([[0.0], np.cumsum(numbers)])
+        difference: Floats = sums[ends] - sums[starts]
+        return difference
 
     is_finite, is_infinite = np.isfinite(values), np.isinf(values)
     counts = within(is_finite.astype(np.float64))

@@ -15,7 +15,7 @@ from orthocond.lab.report.markdown import markdown
 from orthocond.lab.report.page import page
 from orthocond.lab.report.tables import MARKS
 
-__all__ = ["FORMATS", "watch_report", "write_report"]
+__all__ = ["FORMATS", "watch_report", "write_report", "write_text"]
 
 FORMATS: Mapping[str, tuple[str, Callable[[Report], str]]] = MappingProxyType(
     {
@@ -66,7 +66,7 @@ def write_report(
     suffix, text_of = FORMATS[format]
     report = read_report(folders, marks)
     path = Path(output or f"report{suffix}")
-    _write(path, text_of(report))
+    write_text(path, text_of(report))
     if figures is not None:
         try:
             write_figures(report, Path(figures))
@@ -102,7 +102,7 @@ def watch_report(
         while True:
             found = _stamps(watched)
             if found != seen:
-                _write(path, page(read_report(watched, marks), refresh=max(5, round(every))))
+                write_text(path, page(read_report(watched, marks), refresh=max(5, round(every))))
                 seen = found
                 if on_written is not None:
                     on_written(path)
@@ -126,8 +126,12 @@ def _stamps(folders: list[Path]) -> dict[Path, tuple[int, int]]:
     return stamps
 
 
-def _write(path: Path, text: str) -> None:
-    """Write the file whole or not at all."""
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        ArgumentError: it can't be written.
+    """
     part = path.with_name(f".{path.name}.part")
     try:
         part.write_bytes(text.encode("utf-8", errors="replace"))  # a name may hold half of a surrogate pair
