@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+import orthocond
 from orthocond import linalg, nn, optim
-from orthocond.errors import DtypeError
+from orthocond.errors import ArgumentError, DtypeError
 
 
 def annotations_of(function):
@@ -53,3 +54,23 @@ def test_arrays_are_named_with_the_remedy(name):
 def test_lists_too():
     with pytest.raises(DtypeError, match=r"^covariance expected a tensor, got list; "):
         linalg.covariance([[1.0, 2.0]])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: orthocond.treat(model, "0", "nog"),
+        lambda model: orthocond.find_pre_svd(model, torch.ones(1, 3)),
+    ],
+)
+def test_what_is_no_model_is_named(call):
+    with pytest.raises(
+        ArgumentError, match=r"^\w+ expected a model \(torch.nn.Module\), got numpy.ndarray; pass the mo"
+    ):
+        call(np.eye(3))
+
+
+def test_an_example_that_is_an_array_is_named():
+    model = torch.nn.Sequential(torch.nn.Conv2d(4, 4, 1), nn.DecorrelatedBatchNorm2d(4))
+    with pytest.raises(DtypeError, match="^find_pre_svd expected a tensor, got numpy.ndarray; "):
+        orthocond.find_pre_svd(model, IMAGES)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import SupportsFloat
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = [
     "ArgumentError",
@@ -24,6 +24,7 @@ __all__ = [
     "check_choice",
     "check_floating",
     "check_matrix",
+    "check_module",
     "check_nonnegative",
     "check_square",
 ]
@@ -120,6 +121,22 @@ class OrthocondWarning(UserWarning):
     """
 
 
+def check_module(model: object, caller: str) -> None:
+    """Raise `ArgumentError` unless ``model`` is a module.
+
+    Example:
+        >>> try:
+        ...     check_module([1.0], "my_function")
+        ... except ArgumentError as error:
+        ...     print(error)
+        my_function expected a model (torch.nn.Module), got list; pass the model itself.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"{caller} expected a model (torch.nn.Module), got {_kind_name(model)}; pass the model itself."
+        )
+
+
 def check_floating(A: object, caller: str, *, allow_complex: bool = False) -> None:
     """Raise `DtypeError` unless ``A`` is a tensor, real and floating, or complex where that is allowed.
 
@@ -131,9 +148,7 @@ def check_floating(A: object, caller: str, *, allow_complex: bool = False) -> No
         my_function expected a tensor, got list; convert it, e.g. torch.as_tensor(A).
     """
     if not isinstance(A, Tensor):
-        kind = type(A)
-        name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-        raise DtypeError(f"{caller} expected a tensor, got {name}; convert it, e.g. torch.as_tensor(A).")
+        raise DtypeError(f"{caller} expected a tensor, got {_kind_name(A)}; convert it, e.g. torch.as_tensor(A).")
     if not A.is_floating_point() and not (allow_complex and A.is_complex()):
         kinds = "floating or complex" if allow_complex else "real floating"
         raise DtypeError(f"{caller} expected a {kinds} tensor, got {A.dtype}; convert it, e.g. A.float().")
@@ -206,3 +221,8 @@ def check_choice(value: object, choices: Iterable[str], name: str, caller: str) 
     near = difflib.get_close_matches(str(value), choices, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ArgumentError(f"{caller} got an unknown {name} {value!r}; choose one of {', '.join(choices)}.{hint}")
+
+
+def _kind_name(value: object) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

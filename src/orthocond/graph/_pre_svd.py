@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from orthocond.errors import ArgumentError
+from orthocond.errors import ArgumentError, check_floating, check_module
 from orthocond.graph._join import Feed, Join, fed_channels, runs
 from orthocond.graph._running import call, evaluating, tensors, unwrapped
 from orthocond.nn import MetaLayer
@@ -47,6 +47,9 @@ def find_pre_svd(model: nn.Module, example_input: Any) -> dict[str, str | Join]:
         >>> find_pre_svd(model, torch.randn(2, 3, 9, 9))
         {'2': '0'}
     """
+    check_module(model, "find_pre_svd")
+    if not tensors(example_input) and hasattr(example_input, "__array__"):
+        check_floating(example_input, "find_pre_svd")
     model = unwrapped(model)
     metas: dict[nn.Module, str] = {
         module: name for name, module in model.named_modules() if isinstance(module, MetaLayer)

@@ -6,7 +6,7 @@ from warnings import warn
 
 from torch import nn
 
-from orthocond.errors import ArgumentError, OrthocondWarning, check_choice
+from orthocond.errors import ArgumentError, OrthocondWarning, check_choice, check_module
 from orthocond.graph import Join, find_pre_svd, has_matrix, unwrapped
 from orthocond.treatments._group import TreatmentGroup
 from orthocond.treatments._host import Treatment
@@ -66,6 +66,7 @@ def treat(
         >>> treat(model, "0", "olr + ow + nog(solver=svd)")
         Treatment(layer='0', spec='nog(solver=svd)+ow+olr')
     """
+    check_module(model, "treat")
     parts = parse(spec)
     if options:
         check_flat_options(parts, options)
