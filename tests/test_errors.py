@@ -65,12 +65,12 @@ def test_lists_too():
 )
 def test_what_is_no_model_is_named(call):
     with pytest.raises(
-        ArgumentError, match=r"^\w+ expected a model \(torch.nn.Module\), got numpy.ndarray; pass the mo"
+        ArgumentError, match=r"^\w+ expected a model \(torch.nn.Module\), got numpy.ndarray; "
     ):
         call(np.eye(3))
 
 
 def test_an_example_that_is_an_array_is_named():
     model = torch.nn.Sequential(torch.nn.Conv2d(4, 4, 1), nn.DecorrelatedBatchNorm2d(4))
-    with pytest.raises(DtypeError, match="^find_pre_svd expected a tensor, got numpy.ndarray; "):
+    with pytest.raises(DtypeError, match=r"^find_pre_svd expected a tensor, got numpy.ndarray; "):
         orthocond.find_pre_svd(model, IMAGES)
