@@ -53,3 +53,11 @@ def pytest_report_header():
 def pytest_runtest_setup(item):
     if item.get_closest_marker("half_products") and not PROCESSOR.has_half_products():
         pytest.skip(PROCESSOR.reason())
+
+
+@pytest.fixture(autouse=True)
+def every_warning_is_new():
+    """What the library says once in a process, it says once in a test."""
+    from orthocond.linalg import _decompose
+
+    _decompose._warned.clear()

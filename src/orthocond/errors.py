@@ -97,7 +97,7 @@ class GradientError(OrthocondError, RuntimeError):
 
 
 class SolverError(OrthocondError, RuntimeError):
-    """A decomposition did not converge, and neither did any of its retries.
+    """A decomposition did not converge or was wrong, and so were all of its retries.
 
     The message names shape, dtype and device, what was tried, and the remedy.
 

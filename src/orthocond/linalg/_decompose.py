@@ -1,12 +1,14 @@
-"""Eigenvalues and eigenvectors of symmetric matrices, with retries that are counted.
+"""Eigenvalues and eigenvectors of symmetric matrices, verified, with retries that are counted.
 
-LAPACK and its GPU cousins sometimes don't converge. Then each matrix of the batch is tried alone, so that
-the others keep their results, and the one that fails is tried in float64, with a jitter relative to its
-trace, and by the SVD. Every attempt that fails is counted.
+LAPACK and its GPU cousins sometimes don't converge, and sometimes return what is no decomposition (`_verify.py`). Such
+a matrix is tried alone, so that the others keep their results, then in float64, with a jitter relative to its trace,
+and by the SVD. Every attempt that fails is counted.
 """
 
 import cmath
+import math
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
@@ -15,8 +17,9 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # documented, missing from the stubs
 
 from orthocond._core.precision import real_dtype, widen
-from orthocond.errors import NonFiniteError, SolverError
+from orthocond.errors import NonFiniteError, OrthocondWarning, SolverError
 from orthocond.linalg._threads import eigh
+from orthocond.linalg._verify import verified_eigen, verified_svd
 
 __all__ = ["DECOMPOSITIONS", "check_finite", "count_failure", "decompose", "solver_failures", "svd"]
 
@@ -24,15 +27,17 @@ Decomposition = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 _failures: Counter[str] = Counter()
 _lock = threading.Lock()
+_warned: set[str] = set()
 _COUNTED = ("eigh", "svd", "newton_schulz", "pade")
 
 
 def solver_failures(*, reset: bool = False) -> dict[str, int]:
-    """Return how many attempts at a root or decomposition did not converge, by the solver that failed.
+    """Return how many attempts at a root or decomposition failed, by the solver that failed.
 
-    The counts are of this process since it started, or since the last ``reset``. An attempt that fails is
-    retried (see `SolverError` for what happens when all retries fail), so a count above zero does not
-    mean that a result is missing. The paper reports these counts as *failure times* (Table 5).
+    An attempt fails if it does not converge, or if its result is wrong: every decomposition is checked. The counts are
+    of this process since it started, or since the last ``reset``. An attempt that fails is retried (see `SolverError`
+    for what happens when all retries fail), so a count above zero does not mean that a result is missing. The paper
+    reports these counts as *failure times* (Table 5).
 
     Args:
         reset: set all counts to zero after reading them.
@@ -51,46 +56,84 @@ def solver_failures(*, reset: bool = False) -> dict[str, int]:
     return counts
 
 
-def decompose(A: Tensor, method: str) -> tuple[Tensor, Tensor]:
+def decompose(
+    A: Tensor, method: str, *, asymmetry: Tensor | None = None, noise: float = math.inf, semidefinite: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return the eigenvalues ``(..., n)``, ascending, and the eigenvectors ``(..., n, n)`` of symmetric ``A``.
+
+    Args:
+        A: matrices in float32 at least.
+        method: one of `DECOMPOSITIONS`.
+        asymmetry: a number on the device: how far what was made symmetric was from it, relative to its largest entry.
+        noise: an asymmetry above this, or with ``semidefinite`` a negative eigenvalue that is as large relative to the
+            largest, can't be rounding, and is worth a warning.
+        semidefinite: whether the matrices should have no negative eigenvalues.
 
     Raises:
         NonFiniteError: ``A`` holds NaN or infinity.
-        SolverError: no attempt converged.
+        SolverError: no attempt gave a decomposition.
     """
     if torch.compiler.is_compiling():
-        eigenvalues, eigenvectors = _decompose_op(A, method)
+        eigenvalues, eigenvectors = _decompose_op(A, method, asymmetry, noise, semidefinite)
         return eigenvalues, eigenvectors
-    return _decompose(A, method)
+    return _decompose(A, method, asymmetry, noise, semidefinite)
 
 
-def _decompose(A: Tensor, method: str) -> tuple[Tensor, Tensor]:
+def _decompose(
+    A: Tensor, method: str, asymmetry: Tensor | None = None, noise: float = math.inf, semidefinite: bool = False
+) -> tuple[Tensor, Tensor]:
     if A.is_meta:
         return DECOMPOSITIONS[method](A)
-    check_finite(A)
     if A.device.type == "mps":  # it has neither the decomposition nor float64
-        eigenvalues, eigenvectors = _decompose(widen(A), method)
+        eigenvalues, eigenvectors = _decompose(widen(A), method, asymmetry, noise, semidefinite)
         return eigenvalues.to(A.device, real_dtype(A.dtype)), eigenvectors.to(A)
     try:
-        return DECOMPOSITIONS[method](A)
+        eigenvalues, eigenvectors = DECOMPOSITIONS[method](A)
     except LinAlgError:
-        pass
-    matrices = A.reshape(-1, *A.shape[-2:])
-    alone = [_decompose_one(matrix, method, again=len(matrices) > 1) for matrix in matrices]
-    eigenvalues = torch.stack([values for values, _ in alone]).reshape(A.shape[:-1])
-    return eigenvalues, torch.stack([vectors for _, vectors in alone]).reshape(A.shape)
+        return _retried(A, method, None)
+    wrong, lowest, asymmetric = verified_eigen(A, eigenvalues, eigenvectors, asymmetry)
+    if wrong is not None:
+        return _retried(A, method, (eigenvalues, eigenvectors, wrong))
+    if asymmetric > noise or (semidefinite and lowest < -noise):
+        _warn_of_input(asymmetric, lowest, noise, semidefinite)
+    return eigenvalues, eigenvectors
 
 
 @torch.library.custom_op("orthocond::decompose", mutates_args=())
-def _decompose_op(A: Tensor, method: str) -> tuple[Tensor, Tensor]:
+def _decompose_op(
+    A: Tensor, method: str, asymmetry: Tensor | None, noise: float, semidefinite: bool
+) -> tuple[Tensor, Tensor]:
     """The same, opaque to `torch.compile`: the retries depend on the data."""
-    eigenvalues, eigenvectors = _decompose(A, method)
+    eigenvalues, eigenvectors = _decompose(A, method, asymmetry, noise, semidefinite)
     return eigenvalues.contiguous(), eigenvectors.contiguous()
 
 
 @_decompose_op.register_fake
-def _(A: Tensor, method: str) -> tuple[Tensor, Tensor]:
+def _(A: Tensor, method: str, asymmetry: Tensor | None, noise: float, semidefinite: bool) -> tuple[Tensor, Tensor]:
     return A.new_empty(A.shape[:-1], dtype=real_dtype(A.dtype)), A.new_empty(A.shape)
+
+
+def _warn_of_input(asymmetry: float, lowest: float, noise: float, semidefinite: bool) -> None:
+    """Warn, once for each reason, of matrices that are not what a function of a covariance takes."""
+    if asymmetry > noise:
+        _warn_once(
+            f"a matrix far from symmetric was decomposed: A and its transpose differ by {asymmetry:.2g} of the largest "
+            "entry, which is more than rounding. The symmetric part (A + A^T) / 2 is used; pass a covariance, e.g. "
+            "covariance(X)."
+        )
+    if semidefinite and lowest < -noise:
+        _warn_once(
+            f"a matrix with a negative eigenvalue, {lowest:.2g} times the largest in size, was decomposed, which is "
+            "more than rounding. Negative eigenvalues are dropped, or raised by eps; pass a positive semi-definite "
+            "matrix, e.g. covariance(X)."
+        )
+
+
+def _warn_once(message: str) -> None:
+    kind = message.partition(",")[0].partition(":")[0]
+    if kind not in _warned:
+        _warned.add(kind)
+        warnings.warn(message, OrthocondWarning, stacklevel=2)
 
 
 def _by_svd(A: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,8 +153,8 @@ def _attempts(A: Tensor, method: str) -> Iterator[tuple[str, str, Decomposition]
     if A.dtype != torch.float64:
         yield method, f"{method} in float64", lambda A: _in_float64(A, DECOMPOSITIONS[method])
     yield method, f"{method} with a jitter", lambda A: _with_jitter(A, DECOMPOSITIONS[method])
-    if method != "svd":
-        yield "svd", "svd", DECOMPOSITIONS["svd"]
+    other = "svd" if method == "eigh" else "eigh"
+    yield other, other, DECOMPOSITIONS[other]
 
 
 def _in_float64(A: Tensor, decomposition: Decomposition) -> tuple[Tensor, Tensor]:
@@ -128,6 +171,25 @@ def _with_jitter(A: Tensor, decomposition: Decomposition) -> tuple[Tensor, Tenso
     return eigenvalues - ramp.mean(), eigenvectors
 
 
+def _retried(A: Tensor, method: str, first: tuple[Tensor, Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Return the decomposition after a first attempt that failed for all, or that is right but for a mask."""
+    check_finite(A)
+    matrices = A.reshape(-1, *A.shape[-2:])
+    is_batch = len(matrices) > 1
+    if first is None:
+        alone = [_decompose_one(matrix, method, again=is_batch) for matrix in matrices]
+        eigenvalues, eigenvectors = (torch.stack(parts) for parts in zip(*alone, strict=True))
+    else:
+        eigenvalues, eigenvectors = (part.clone().reshape(-1, *shape) for part, shape in zip(
+            first[:2], (A.shape[-1:], A.shape[-2:]), strict=True))  # fmt: skip
+        places = first[2].nonzero().flatten().tolist()
+        if is_batch:
+            count_failure(method, len(places))
+        for i in places:
+            eigenvalues[i], eigenvectors[i] = _decompose_one(matrices[i], method, again=is_batch)
+    return eigenvalues.reshape(A.shape[:-1]), eigenvectors.reshape(A.shape)
+
+
 def _decompose_one(A: Tensor, method: str, *, again: bool) -> tuple[Tensor, Tensor]:
     """Return the decomposition of one matrix; ``again`` if the first attempt was at a whole batch."""
     tried = []
@@ -135,34 +197,67 @@ def _decompose_one(A: Tensor, method: str, *, again: bool) -> tuple[Tensor, Tens
         try:
             if number == 0 and not again:
                 raise LinAlgError
-            return attempt(A)
+            eigenvalues, eigenvectors = attempt(A)
+            if verified_eigen(A, eigenvalues, eigenvectors).wrong is not None:
+                raise LinAlgError
+            return eigenvalues, eigenvectors
         except LinAlgError:
             tried.append(description)
             count_failure(name)
     n = A.shape[-1]
     raise SolverError(
-        f"no decomposition of a {n}x{n} matrix of {A.dtype} on {A.device} converged (tried: {', '.join(tried)}); "
-        "raise eps, or scale the features in front of the layer."
+        f"no decomposition of a {n}x{n} matrix of {A.dtype} on {A.device} converged to a right result "
+        f"(tried: {', '.join(tried)}); raise eps, or scale the features in front of the layer."
     )
 
 
 def svd(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the thin singular value decomposition of wide matrices ``(..., m, n)``.
+    """Return the thin singular value decomposition of wide matrices ``(..., m, n)``, verified.
 
-    Where it does not converge, which is counted, the Gram matrix has the last word: less accurate, but with the
-    retries of `decompose`.
+    One that fails, which is counted, is tried alone and transposed. Then the Gram matrix has the last word: less
+    accurate, but with the retries of `decompose`.
     """
+    if A.is_meta:
+        return torch.linalg.svd(A, full_matrices=False)  # type: ignore[no-any-return]
     try:
         U, singular_values, Vh = torch.linalg.svd(A, full_matrices=False)
-        return U, singular_values, Vh
-    except LinAlgError:
-        if A.ndim > 2:
-            alone = [svd(matrix) for matrix in A.flatten(0, -3)]
-            U, singular_values, Vh = (
-                torch.stack(parts).unflatten(0, A.shape[:-2]) for parts in zip(*alone, strict=True)
-            )
+        wrong = verified_svd(A, U, singular_values, Vh)
+        if wrong is None:
             return U, singular_values, Vh
-    count_failure("svd")
+    except LinAlgError:
+        wrong = None
+    check_finite(A)
+    matrices = A.reshape(-1, *A.shape[-2:])
+    is_batch = len(matrices) > 1
+    if wrong is None:
+        alone = [_svd_of_one(matrix, again=is_batch) for matrix in matrices]
+    else:
+        if is_batch:
+            count_failure("svd", int(wrong.sum()))
+        first = zip(*(part.reshape(-1, *part.shape[A.ndim - 2 :]) for part in (U, singular_values, Vh)), strict=True)
+        alone = [
+            _svd_of_one(matrix, again=is_batch) if is_wrong else parts
+            for matrix, is_wrong, parts in zip(matrices, wrong.tolist(), first, strict=True)
+        ]
+    U, singular_values, Vh = (
+        torch.stack(parts).reshape(*A.shape[:-2], *parts[0].shape) for parts in zip(*alone, strict=True)
+    )
+    return U, singular_values, Vh
+
+
+def _svd_of_one(A: Tensor, *, again: bool) -> tuple[Tensor, Tensor, Tensor]:
+    for number, is_transposed in enumerate((False, True)):
+        try:
+            if number == 0 and not again:
+                raise LinAlgError
+            U, singular_values, Vh = torch.linalg.svd(A.mH if is_transposed else A, full_matrices=False)
+            if is_transposed:
+                U, Vh = Vh.mH, U.mH
+            if verified_svd(A, U, singular_values, Vh) is not None:
+                raise LinAlgError
+            return U, singular_values, Vh
+        except LinAlgError:
+            count_failure("svd")
     eigenvalues, U = decompose(A @ A.mH, "eigh")
     singular_values, U = eigenvalues.flip(-1).clamp(min=0).sqrt(), U.flip(-1)
     return U, singular_values, U.mH @ A / torch.where(singular_values > 0, singular_values, 1.0).unsqueeze(-1)

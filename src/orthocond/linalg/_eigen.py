@@ -21,7 +21,11 @@ from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen, spectral_functio
 from orthocond.linalg._gradients import GRADIENTS, differences
 from orthocond.linalg._solver import Solver
 
-__all__ = ["EIGEN_SOLVERS", "batched", "eigen_vjp", "function_of", "symmetric"]
+__all__ = ["EIGEN_SOLVERS", "batched", "eigen_vjp", "function_of", "product", "symmetric"]
+
+# An asymmetry, or a negative eigenvalue, beyond this is more than the rounding of a covariance in the dtype. Matrices
+# in float64 often come from float32.
+_NOISE = {torch.float16: 0.03, torch.bfloat16: 0.09, torch.float32: 3e-4}
 
 Context = Any
 Saved = tuple[Tensor | None, ...]
@@ -70,7 +74,12 @@ def eigen_vjp(A: Tensor, function: Chosen, G: Tensor, *, rtol: float) -> tuple[T
 
 def function_of(U: Tensor, parts: Split, function: Chosen) -> Tensor:
     """Return the function of a matrix from eigenvectors and eigenvalues."""
-    return (U * values(parts, function).unsqueeze(-2)) @ U.mH
+    return product(U * values(parts, function).unsqueeze(-2), U.mH)
+
+
+def product(P: Tensor, Q: Tensor) -> Tensor:
+    """Return ``P Q``; for batches of small matrices ``@`` takes as long to prepare as to multiply."""
+    return torch.bmm(P, Q) if P.ndim == Q.ndim == 3 and P.shape[0] == Q.shape[0] else P @ Q
 
 
 def symmetric(A: Tensor) -> Tensor:
@@ -79,11 +88,20 @@ def symmetric(A: Tensor) -> Tensor:
     return half + half.mH
 
 
-def _wide_symmetric(A: Tensor) -> Tensor:
+def _wide_symmetric(A: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the symmetric part of ``A`` in float64, and how far ``A`` is from it; None where they are equal.
+
+    The distance is that of the largest entry of ``A - A^H``, relative to the largest of ``A``.
+    """
     wide = widen(A)
-    if wide.dtype == A.dtype or wide.is_complex():
-        return symmetric(wide)
-    return wide.lerp(wide.mT, 0.5)  # here nothing overflows
+    if not A.numel() or (A.device.type == "cpu" and not torch.compiler.is_compiling() and torch.equal(wide, wide.mH)):
+        return wide, None
+    part = wide.lerp(wide.mT, 0.5) if A.dtype == torch.float32 else symmetric(wide)  # where nothing overflows
+    if wide.is_meta:
+        return part, None
+    largest = part.abs().amax((-2, -1))
+    distance = (wide - part).abs().amax((-2, -1))
+    return part, (2 * distance / torch.where(largest > 0, largest, 1.0)).amax()
 
 
 def _parts(eigenvalues: Tensor, floor: Tensor | None, eps: float, rtol: float | None, function: Chosen) -> Split:
@@ -121,7 +139,10 @@ class _Spectral(torch.autograd.Function):
         eps: float,
         rtol: float | None,
     ) -> tuple[Tensor, ...]:
-        eigenvalues, U = decompose(_wide_symmetric(A), method)
+        wide, asymmetry = _wide_symmetric(A)
+        semidefinite = not spectral_function(functions[0])[0].whole_line
+        noise = _NOISE.get(A.dtype, _NOISE[torch.float32])
+        eigenvalues, U = decompose(wide, method, asymmetry=asymmetry, noise=noise, semidefinite=semidefinite)
         parts = _parts(eigenvalues, floor, eps, rtol, functions[0])
         results = (function_of(U, parts, function) for function in functions)
         if _fit(A.dtype, functions, eps, rtol):
@@ -186,7 +207,8 @@ class _Derivative(torch.autograd.Function):
         F = differences(rule, options, parts, function, eps)
         # F is symmetric, so the symmetric part may be taken last, where it is cheapest. Of the two factors it is G that
         # may be of several directions at once.
-        return symmetric(U @ (U.mH @ G.to(U) @ U).mul_(F) @ U.mH)
+        inner = product(product(U.mH, G.to(U.dtype)), U).mul_(F)
+        return symmetric(product(product(U, inner), U.mH))
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:

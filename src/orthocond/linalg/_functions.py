@@ -97,8 +97,8 @@ def _sqrt_second(l: Tensor, G: Tensor, H: Tensor) -> Tensor:
 
 def _inv_sqrt_first(l: Tensor) -> Tensor:
     s = l.sqrt()
-    r = s.reciprocal()
-    return _sums(s).mul_(r.unsqueeze(-1)).mul_(-r.unsqueeze(-2))
+    column, row = s.unsqueeze(-1), s.unsqueeze(-2)
+    return (column + row).mul_(column).mul_(row).reciprocal_().neg_()
 
 
 def _inv_sqrt_second(l: Tensor, G: Tensor, H: Tensor) -> Tensor:

@@ -1,0 +1,132 @@
+"""Checks that a decomposition is one, by its products with a vector.
+
+Solvers have been seen to return wrong eigenvectors without an error (pytorch issue 192483). For ``A = U L U^H`` and a
+vector ``x`` in general position, ``A x = U L U^H x`` and ``U U^H x = x`` hold only if the decomposition does, up to a
+set of vectors of measure zero. That takes four products with a vector. NaN anywhere fails both comparisons.
+
+The bound: a solver returns the exact decomposition of ``A + E`` with ``|E| <= p n u |A|`` and vectors that are
+orthogonal up to ``p n u``, with the relative spacing ``u`` of the dtype and a modest ``p``; LAPACK's own tests allow
+``p = 60``, and name 500 as the limit of the theory, which is taken here. The rounding of the four products, each at
+most ``n u / 2`` times ``|A| |x|``, is far below that. Errors are compared in the maximum norm, which is below the
+Euclidean one and can't overflow, and ``|x| = 1``, so that no product exceeds ``|A|``. Where ``A`` itself is below the
+normal numbers, an error of their size counts as none.
+
+Reference: Anderson et al., LAPACK Users' Guide (SIAM 1999), chapter 4; LAPACK, TESTING/sep.in and dsyt21.
+"""
+
+import math
+import random
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Verdict", "verified_eigen", "verified_svd"]
+
+_ALLOWED = 500
+_probes: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+_MOST_PROBES = 256
+
+
+class Verdict(NamedTuple):
+    """What a check found."""
+
+    wrong: Tensor | None
+    """Which matrices of the batch ``(b,)`` have a wrong decomposition; None if no one has."""
+    lowest: float
+    """The smallest eigenvalue over the largest absolute one, where it is the lowest in the batch."""
+    asymmetry: float
+    """The asymmetry that was passed in."""
+
+
+def verified_eigen(A: Tensor, eigenvalues: Tensor, U: Tensor, asymmetry: Tensor | None = None) -> Verdict:
+    """Check eigenvalues in ascending order and eigenvectors of symmetric matrices ``(..., n, n)``.
+
+    All numbers that decide are fetched from the device at once, ``asymmetry`` with them.
+    """
+    n = A.shape[-1]
+    if not A.numel():
+        return Verdict(None, 0.0, 0.0)
+    if A.ndim != 3:
+        A, eigenvalues, U = A.reshape(-1, n, n), eigenvalues.reshape(-1, n), U.reshape(-1, n, n)
+    x = _probe(A, n)
+    y = torch.bmm(U.mH, x)
+    turned = torch.bmm(U, y).sub_(x)
+    residual = torch.baddbmm(torch.bmm(U, y * eigenvalues.unsqueeze(-1)), A, x, beta=-1)
+    about = torch.finfo(A.dtype)
+    bound = _ALLOWED * n * about.eps
+    if A.shape[0] == 1 and A.device.type == "cpu":  # numbers are compared faster than tensors
+        (values,) = eigenvalues.tolist()
+        largest = max(values[-1], -values[0])
+        right = (
+            _size(turned).item() <= bound
+            and _size(residual).item() < bound * largest + about.tiny
+            and values == sorted(values)
+        )
+        lowest = values[0] / largest if largest > 0 else 0.0
+        wrong = None if right else torch.ones(1, dtype=torch.bool)
+        return Verdict(wrong, lowest, 0.0 if asymmetry is None else asymmetry.item())
+    smallest, largest = eigenvalues[:, 0], torch.maximum(eigenvalues[:, -1], -eigenvalues[:, 0])
+    right = (
+        (_sizes(turned) <= bound)
+        & (_sizes(residual) < bound * largest + about.tiny)
+        & (eigenvalues[:, 1:] >= eigenvalues[:, :-1]).all(-1)
+    )
+    lowest = (smallest / torch.where(largest > 0, largest, 1.0)).amin()
+    numbers = [right.all().to(lowest), lowest, torch.zeros_like(lowest) if asymmetry is None else asymmetry.to(lowest)]
+    all_right, lowest, asymmetric = torch.stack(numbers).tolist()
+    return Verdict(None if all_right else ~right, lowest, asymmetric)
+
+
+def verified_svd(A: Tensor, U: Tensor, singular_values: Tensor, Vh: Tensor) -> Tensor | None:
+    """Check the thin decomposition of wide matrices ``(..., m, n)``; return which are wrong, None if no one is.
+
+    ``A x = U S V^H x``, and ``U`` and ``V^H`` have orthonormal rows; the singular values descend and are not negative.
+    """
+    m, n = A.shape[-2:]
+    if not A.numel():
+        return None
+    A, U, s, Vh = A.reshape(-1, m, n), U.reshape(-1, m, m), singular_values.reshape(-1, m), Vh.reshape(-1, m, n)
+    x, z = _probe(A, n), _probe(A, m)
+    residual = torch.baddbmm(torch.bmm(U, torch.bmm(Vh, x) * s.unsqueeze(-1)), A, x, beta=-1)
+    turned = torch.cat([torch.bmm(U, torch.bmm(U.mH, z)) - z, torch.bmm(Vh, torch.bmm(Vh.mH, z)) - z], -1)
+    about = torch.finfo(A.dtype)
+    bound = _ALLOWED * n * about.eps
+    right = (
+        (_sizes(turned) <= bound)
+        & (_sizes(residual) < bound * s[:, 0] + about.tiny)
+        & (s[:, 1:] <= s[:, :-1]).all(-1)
+        & (s[:, -1] >= 0)
+    )
+    return None if right.all() else ~right
+
+
+def _size(x: Tensor) -> Tensor:
+    size: Tensor = torch.linalg.vector_norm(x, math.inf)
+    return size
+
+
+def _sizes(x: Tensor) -> Tensor:
+    sizes: Tensor = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1))
+    return sizes
+
+
+def _probe(A: Tensor, n: int) -> Tensor:
+    """Return the vector ``(b, n, 1)``: always the same one for a size, so that results can be reproduced.
+
+    It comes from a generator of its own: the user's random state stays as it is. No entry is small, so that diagonal
+    matrices are checked as well as others.
+    """
+    key = (n, A.dtype, A.device)
+    x = _probes.get(key)
+    if x is None:
+        generator = random.Random(n)  # a vector in general position, not a secret
+        entries = [generator.choice((-1, 1)) * generator.uniform(1, 2) for _ in range(n)]
+        norm = math.hypot(*entries)
+        with torch.inference_mode(False):
+            x = torch.tensor([entry / norm for entry in entries], dtype=A.dtype, device=A.device).view(1, n, 1)
+        if type(x) is Tensor:  # and no fake of it
+            if len(_probes) >= _MOST_PROBES:
+                _probes.clear()
+            _probes[key] = x
+    return x if A.shape[0] == 1 else x.expand(A.shape[0], n, 1)
