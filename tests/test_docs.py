@@ -24,6 +24,8 @@ from markdown.extensions.toc import slugify
 import orthocond.lab.bench.run
 import orthocond.lab.cli
 import orthocond.lab.report.command
+import orthocond.lab.report.item_page
+import orthocond.lab.reproduction
 import orthocond.lab.train
 from orthocond.lab import main
 from orthocond.lab.train import Outcome
@@ -144,7 +146,7 @@ def call_orthocond(words, monkeypatch):
 
 
 def run_orthocond(words, monkeypatch):
-    budget = [] if words[0] not in ("train", "compare") else SHORT
+    budget = [] if words[0] not in ("train", "compare", "paper") else SHORT
     for flag in ("--steps", "--accelerator"):
         if flag in words and budget:
             at = budget.index(flag)
@@ -218,6 +220,10 @@ def parse_orthocond(words, monkeypatch, folder):
     monkeypatch.setattr(orthocond.lab.report.command, "write_report", lambda *_, **__: folder)
     monkeypatch.setattr(orthocond.lab.report.command, "watch_report", lambda *_, **__: folder)
     monkeypatch.setattr(orthocond.lab.bench.run, "run", lambda *_, **__: {"subjects": {}})
+    monkeypatch.setattr(orthocond.lab.cli, "compare", lambda *_: [])
+    monkeypatch.setattr(orthocond.lab.reproduction, "step_times", lambda *_: None)
+    monkeypatch.setattr(orthocond.lab.report.item_page, "write_items", lambda *_: folder)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     call_orthocond(words, monkeypatch)
 
 
