@@ -64,9 +64,7 @@ def test_lists_too():
     ],
 )
 def test_what_is_no_model_is_named(call):
-    with pytest.raises(
-        ArgumentError, match=r"^\w+ expected a model \(torch.nn.Module\), got numpy.ndarray; "
-    ):
+    with pytest.raises(ArgumentError, match=r"^\w+ expected a model \(torch.nn.Module\), got numpy.ndarray; "):
         call(np.eye(3))
 
 

@@ -1,11 +1,13 @@
 """Training: every method takes real steps, runs resume bit for bit, and what goes wrong is said."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -23,7 +25,7 @@ from orthocond.lab.network import network
 from orthocond.lab.presets import preset
 from orthocond.lab.records import read_records
 from orthocond.lab.report import read_report
-from orthocond.lab.runs import DivergedError, RunError, read_status
+from orthocond.lab.runs import DivergedError, RunError, read_config, read_status
 from orthocond.lab.state import learning_rate_factor
 from orthocond.lab.train import train
 
@@ -379,3 +381,21 @@ def test_solvers_are_chosen_for_the_methods_that_they_fit(method, solver):
 def test_solvers_that_fit_no_method_are_refused(solver):
     with pytest.raises(ArgumentError):
         digits(solver=solver)
+
+
+def test_a_run_of_version_0_1_is_continued_from_its_checkpoint(tmp_path):
+    saved, run = Path(__file__).parents[1] / "saved" / "run-0.1", tmp_path / "run"
+    shutil.copytree(saved, run)
+    (run / "checkpoint.state").rename(run / "checkpoint.pt")  # of step 4 of 5
+    status = json.loads((saved / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps({**status, "state": "interrupted", "step": 4}))
+    config = read_config(run)
+    assert (config.method, config.parts) == ("svd+nog+ow+olr", "none")
+    outcome = train(config, run, resume=True)
+    assert (outcome.state, outcome.step) == ("finished", 5)
+    lines = ((folder / "metrics.jsonl").read_text().splitlines() for folder in (saved, run))
+    then, now = (list(map(json.loads, each)) for each in lines)
+    assert [(record["kind"], record["step"]) for record in now] == [(record["kind"], record["step"]) for record in then]
+    assert now[:4] == then[:4]
+    for name in ("loss", "lr", "pre_svd_lr", "eta", "cond"):
+        assert now[4][name] == pytest.approx(then[4][name], rel=1e-3)
