@@ -393,7 +393,7 @@ def operator(path: Path, *, size: int = 8, channels: int = 4) -> Facts:
             conv = nn.Conv2d(channels, channels, 3, padding=1, padding_mode="circular", bias=False)
             if kind == "kernel":
                 nn.init.orthogonal_(conv.weight)
-            orthogonal_weight(conv, kind=kind)
+            orthogonal_weight(conv, kind=kind, normalize=False)
         with torch.no_grad():
             facts[kind] = torch.linalg.svdvals(conv(basis).flatten(1).double())
     with drawing(path, "singular values of a convolution, as a map of images", height=2.8) as (axis,):

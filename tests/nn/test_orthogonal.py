@@ -68,16 +68,17 @@ def test_a_square_weight_is_the_papers_formula():
 def test_a_rectangular_weight_stands_in_a_square_one(shape):
     layer = nn.Linear(shape[1], shape[0]).double()
     W = layer.weight.detach().clone()
-    orthogonal_weight(layer)
+    orthogonal_weight(layer, normalize=False)
     tall = W if shape[0] >= shape[1] else W.T
     square = nn.functional.pad(tall, (0, tall.shape[0] - tall.shape[1]))
     expected = torch.linalg.matrix_exp(square - square.T)[:, : tall.shape[1]]
     assert torch.allclose(layer.weight, expected if tall is W else expected.T, atol=1e-12)
 
 
+@pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("shape", [(4, 4), (7, 3), (3, 8)])
-def test_gradcheck_of_the_parametrization(shape):
-    layer = orthogonal_weight(nn.Linear(shape[1], shape[0]).double())
+def test_gradcheck_of_the_parametrization(shape, normalize):
+    layer = orthogonal_weight(nn.Linear(shape[1], shape[0]).double(), normalize=normalize)
     kernel = layer.parametrizations.weight[0]
     assert torch.autograd.gradcheck(kernel, noise(*shape, dtype=torch.float64).requires_grad_())
 
@@ -158,7 +159,7 @@ def test_the_weight_that_is_kept_is_no_answer_to_a_tangent_or_a_tracer():
 
 
 def test_a_kept_weight_is_not_that_of_another_formula_and_old_pickles_have_none():
-    linear = orthogonal_weight(nn.Linear(4, 4)).eval()
+    linear = orthogonal_weight(nn.Linear(4, 4), normalize=False).eval()
     kernel, W = linear.parametrizations.weight[0], 50 * noise(4, 4)
     with torch.no_grad():
         unbounded = kernel(W)
@@ -204,7 +205,7 @@ def test_operator_is_orthogonal_as_a_matrix_and_trains():
 @pytest.mark.parametrize("channels", [(4, 4), (2, 6), (6, 2)])
 @pytest.mark.parametrize("scale", [1e-3, 0.1, 1.0, 5.0])
 def test_operator_is_the_exponential_of_its_convolution(channels, scale):
-    layer = orthogonal_weight(nn.Conv2d(*channels, 3, padding=1, bias=False), kind="operator")
+    layer = orthogonal_weight(nn.Conv2d(*channels, 3, padding=1, bias=False), kind="operator", normalize=False)
     nn.init.normal_(layer.weight, std=scale)
     kernel = (layer.weight - layer.weight.flip(-1, -2).transpose(0, 1)).detach().double()
     size = len(kernel)

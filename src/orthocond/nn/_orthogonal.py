@@ -24,7 +24,7 @@ Example:
 
 
 def orthogonal_weight(
-    module: nn.Module, name: str = "weight", *, kind: str = "kernel", normalize: bool = False
+    module: nn.Module, name: str = "weight", *, kind: str = "kernel", normalize: bool = True
 ) -> nn.Module:
     r"""Make the weight of a layer orthogonal, now and through all training.
 
@@ -50,7 +50,7 @@ def orthogonal_weight(
         kind: ``"kernel"`` or ``"operator"``.
         normalize: bound the exponent: :math:`W - W^T` is scaled down to a root mean square singular value of 1 where it
             is larger, so that the weight keeps turning slowly however large :math:`W` has become. ``False`` is the
-            paper's formula.
+            paper's formula as it stands, which does not train well with ``nog``.
 
     Returns:
         The same module.

@@ -48,7 +48,7 @@ class SkewOrthogonalConv2d(nn.Conv2d):
     """What the norm of the kernel, as a map of images, is at most."""
 
     @classmethod
-    def take_over(cls, module: nn.Module, name: str = "weight", *, normalize: bool = False) -> Self:
+    def take_over(cls, module: nn.Module, name: str = "weight", *, normalize: bool) -> Self:
         """Turn a plain convolution into a skew orthogonal one, in place, with a fresh kernel.
 
         Raises:

@@ -169,8 +169,8 @@ def _operators(cell: Cell) -> dict[str, _Entry]:
 
     layers = {
         "convolution to 64 channels": convolution(),
-        "orthogonal operator": orthogonal_weight(convolution(), kind="operator"),
-        "the same, normalised": orthogonal_weight(convolution(), kind="operator", normalize=True),
+        "orthogonal operator": orthogonal_weight(convolution(), kind="operator", normalize=False),
+        "the same, normalised": orthogonal_weight(convolution(), kind="operator"),
         "normalised, ten terms of the Taylor series": UsualOperator(cell.shape[1], 64),
     }
     return {name: _entry(layer, cell) for name, layer in layers.items()}
