@@ -127,8 +127,8 @@ def condition_table(quoted: Mapping[str, Condition], ends: Mapping[str, Mapping[
         )
     header = ["method", "paper", "ours", f"times {BASELINE}'s", "direction", "noise"]
     caption = (
-        f"Paper: what its text says of the curve. Ours: condition number {CONDITIONS[measure][0]}, median over the last "
-        f"tenth of the steps, geometric mean over the seeds (lowest to highest). {_NOISE} Within 1% there is no "
+        f"Paper: what its text says of the curve. Ours: condition number {CONDITIONS[measure][0]}, median over the "
+        f"last tenth of the steps, geometric mean over the seeds (lowest to highest). {_NOISE} Within 1% there is no "
         "difference. The test is on the logarithm."
     )
     return Table("conditions", caption, header, lines, below_the_line(list(ends)))
