@@ -116,6 +116,11 @@ def sqrtm_of_samples(X: Tensor) -> Tensor:
     return weighted((U * l.sqrt()) @ U.mT)
 
 
+def sqrth_of_samples(X: Tensor) -> Tensor:
+    X = X - X.mean(0)
+    return weighted(linalg.matrix_sqrth(X.mT @ X / (len(X) - 1), rtol=1e-4))
+
+
 def one_pass_covariance(X: Tensor) -> Tensor:
     mean = X.mean(0)
     cov = X.mT @ X / len(X) - torch.outer(mean, mean)
@@ -265,6 +270,7 @@ CASES = [
         lambda: torch.diag(torch.tensor([3.0, 2.0, 1.0, 0.0, 0.0, 0.0])),
         reconstructed,
         "spectral_projector(A @ A.mT, 3) @ A",
+        lambda A: (linalg.spectral_projector(A @ A.mT, 3) @ A).sum(),
     ),
     Case(
         "polar factor of a matrix that is not of full rank",
@@ -311,6 +317,7 @@ CASES = [
         lambda: noise(24, 24),
         sqrtm_of_samples,
         "matrix_sqrth(cov, rtol=1e-4)",
+        sqrth_of_samples,
         consistent=None,
     ),
     Case(
@@ -338,6 +345,7 @@ CASES = [
         lambda: noise(256, 4, dtype=torch.float64).mul(torch.logspace(0, -2.7, 4, dtype=torch.float64)).float(),
         zca(),
         "matrix_inv_sqrth(cov, rtol=1e-4)",
+        whitened(rtol=1e-4),
     ),
     Case(
         "eigenvectors of a rank-one matrix",

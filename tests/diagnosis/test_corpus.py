@@ -39,6 +39,7 @@ def test_verdict(case):
     if found.gradient_finite is not None:
         assert found.consistent is case.consistent
     assert case.advice in found.advice
+    assert not {"{", "}"} & set(found.reason), "a name in braces was not filled in"
     assert (found.verdict == "healthy") == (found.advice == "")
 
 

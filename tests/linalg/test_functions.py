@@ -137,6 +137,29 @@ def test_derivatives_of_both_orders_and_modes(point, choice):
 
 
 @pytest.mark.parametrize("choice", [*CHOICES, "tanh"])
+def test_second_derivatives_are_the_same_in_either_order_of_modes(choice):
+    """Forward over reverse, reverse over forward, and the same mode twice, along one direction."""
+    function = tanh if choice == "tanh" else by_name(choice)
+    low_rank = noise(4, 2, dtype=torch.float64)
+    points = [*(point.clone() for point in POINTS.values()), *([] if choice == "exp" else [low_rank @ low_rank.mT])]
+    for A in points:
+        G, H = (noise(*A.shape, dtype=torch.float64, seed=seed) for seed in (2, 3))
+        G, H = G + G.mT, H + H.mT
+        value = lambda A, G=G: (function(A) * G).sum()
+        along = lambda A, H=H, value=value: torch.func.jvp(value, (A,), (H,))[1]
+        orders = {
+            "forward over reverse": torch.func.jvp(torch.func.grad(value), (A,), (H,))[1],
+            "reverse over forward": torch.func.grad(along)(A),
+            "reverse over reverse": torch.func.grad(lambda A, value=value: (torch.func.grad(value)(A) * H).sum())(A),
+        }
+        twice = torch.func.jvp(along, (A,), (H,))[1]
+        expected = orders.pop("forward over reverse")
+        for name, found in orders.items():
+            assert relative_error(found, expected) < 1e-11, name
+        assert float(twice) == pytest.approx(float((expected * H).sum()), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("choice", [*CHOICES, "tanh"])
 def test_forward_and_reverse_mode_are_adjoint_on_a_thousand_problems(choice):
     """``<G, J H> = <J^T G, H>``, for spectra and sizes of all kinds; each of 20 batches has 50 problems."""
     function = tanh if choice == "tanh" else by_name(choice)
