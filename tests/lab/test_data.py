@@ -1,6 +1,7 @@
 """Data: the embedded digits, parquet, image folders; batches that depend on seed, epoch and step alone."""
 
 import io
+import multiprocessing
 import random
 
 import datasets
@@ -12,7 +13,7 @@ from sklearn.datasets import load_digits
 
 from orthocond.errors import ArgumentError
 from orthocond.lab.config import changed
-from orthocond.lab.data import Images, MemoryData, Part, digits, load_data
+from orthocond.lab.data import Images, MemoryData, Part, digits, load_data, reading
 from orthocond.lab.presets import preset
 
 CPU = torch.device("cpu")
@@ -199,3 +200,32 @@ def test_images_of_different_sizes_are_told_how_to_be_used(tmp_path):
     datasets.Dataset.from_dict(rows).to_parquet(str(folder / "train.parquet"))
     with pytest.raises(ArgumentError, match="different sizes; give --resize and --crop"):
         load_data(config(folder))
+
+
+def test_workers_stay_from_epoch_to_epoch_and_are_divided_among_processes(tmp_path):
+    for split in ("train", "val"):
+        for n in range(6):
+            place = tmp_path / "data" / split / f"class{n % 3}"
+            place.mkdir(parents=True, exist_ok=True)
+            picture(n).save(place / f"{n}.png")
+    settings = {"resize": 8, "crop": 6, "batch_size": 2}
+    alone = load_data(config(tmp_path / "data", workers=0, **settings))
+    data = load_data(config(tmp_path / "data", workers=4, prefetch=1, **settings))
+    part, workers = Part(1, 2), []
+    for epoch in (1, 2):
+        expected = list(alone.train_batches(epoch, 0, part, CPU))
+        for (x, _), (y, _) in zip(data.train_batches(epoch, 0, part, CPU), expected, strict=True):
+            assert torch.equal(x, y)
+        workers.append({child.pid for child in multiprocessing.active_children()})
+    assert workers[0] == workers[1]
+    assert len(workers[0]) == 2
+
+
+def test_a_large_copy_is_announced(tmp_path, capsys):
+    file = tmp_path / "train.parquet"
+    with file.open("wb") as stream:
+        stream.truncate(3 * 10**9)  # takes no space
+    reading._announce_copy(str(tmp_path / "cache"), [file])
+    assert f"copied to {tmp_path / 'cache'} first, which takes 3 GB" in capsys.readouterr().err
+    reading._announce_copy(str(tmp_path), [file])  # it is there
+    assert capsys.readouterr().err == ""

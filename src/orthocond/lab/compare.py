@@ -281,7 +281,8 @@ def compare(runs: Sequence[Run], engine: Engine, console: Console) -> list[Run]:
         left = (time.monotonic() - began) / gained * (1 - done) if gained > 0.01 else None
         return summary(runs, caption="" if left is None or not running else f"{left:.0f} s left")
 
-    with _shown(table, console) as show:
+    several = len({run.config.preset for run in runs}) > 1
+    with _shown(table, console, several) as show:
         try:
             while waiting or running:
                 while waiting and len(running) < engine.slots:
@@ -356,8 +357,8 @@ def _fraction_done(runs: Sequence[Run]) -> float:
 
 
 @contextmanager
-def _shown(table: Callable[[], Table], console: Console) -> Iterator[Callable[[Run], None]]:
-    """Show a live table on a terminal, elsewhere a line for each run that ends."""
+def _shown(table: Callable[[], Table], console: Console, several: bool) -> Iterator[Callable[[Run], None]]:
+    """Show a live table on a terminal, elsewhere a line for each run that ends, with its preset if there are several."""
     if console.is_terminal:
         with Live(get_renderable=table, console=console, refresh_per_second=2):
             yield lambda _: None
@@ -366,6 +367,7 @@ def _shown(table: Callable[[], Table], console: Console) -> Iterator[Callable[[R
     def line(run: Run) -> None:
         error = None if run.problem else run.result()["error"]
         said = f"failed: {run.problem}" if run.problem else "no error" if error is None else f"error {error:.2f}%"
-        console.print(f"{run.name}: {said}", highlight=False, markup=False, soft_wrap=True)
+        name = f"{run.config.preset} {run.name}" if several else run.name
+        console.print(f"{name}: {said}", highlight=False, markup=False, soft_wrap=True)
 
     yield line
