@@ -24,7 +24,7 @@ print("Pre-SVD layers:", orthocond.find_pre_svd(model, x))
 
 treatment = orthocond.treat(model, "auto", "nog+ow+olr", example_input=x)  # before the optimizer
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-treatment.attach(optimizer)  # before the scheduler
+treatment.attach(optimizer)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
 
 for step in range(30):

@@ -9,6 +9,7 @@ from torch import nn
 from orthocond import treat
 from orthocond.treatments import Note, Part, _registry, canonical
 
+import registries
 from cases import noise
 from contract import CONTRACTS, specifications
 

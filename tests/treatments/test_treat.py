@@ -102,8 +102,6 @@ def test_olr_uses_eta_exactly_where_it_is_between_zero_and_lr(rule):
     treatment = treat(model, "conv1", f"olr(rule={rule})")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     treatment.attach(optimizer)
-    assert len(optimizer.param_groups) == 2
-    assert [p is model.conv1.weight for p in optimizer.param_groups[1]["params"]] == [True]
     outcomes = set()
     for seed in range(20):
         optimizer.zero_grad()
@@ -149,8 +147,7 @@ def test_schedulers_never_see_the_optimal_rate(name):
             rates.append([group["lr"] for group in optimizer.param_groups])
         histories.append(rates)
     plain, treated = histories
-    for one, two in zip(plain, treated, strict=True):
-        assert two == pytest.approx(one * 2)
+    assert treated == plain
 
 
 def test_reduce_on_plateau_and_a_tensor_learning_rate():
@@ -161,7 +158,7 @@ def test_reduce_on_plateau_and_a_tensor_learning_rate():
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     step(model, optimizer, treatment)
     scheduler.step(1.0)
-    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.1, 0.1])
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.1])
 
 
 def test_a_tensor_learning_rate_is_that_of_one_group_alone():
@@ -217,7 +214,7 @@ def test_every_optimizer_of_torch(cls):
         optimizer.zero_grad()
         (model(noise(4, 6)) - 1).square().mean().backward()
         optimizer.step()
-        assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
+        assert [group["lr"] for group in optimizer.param_groups] == [0.01]
     assert treatment.last is not None
     assert is_orthogonal(layers[0].weight, atol=1e-5)
 
@@ -442,10 +439,10 @@ def test_a_step_that_fails_leaves_the_scheduled_rate():
     with pytest.raises(RuntimeError, match="no"):
         optimizer.step()
     handle.remove()
-    assert optimizer.state_dict()["param_groups"][1]["lr"] == 0.1
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.1
     optimizer.step()
     scheduler.step()
-    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.05]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05]
 
 
 def test_a_frozen_weight_stays_frozen_and_what_others_put_there_stays():
@@ -490,9 +487,9 @@ def test_named_parameters_keep_their_names():
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
     treatment.attach(optimizer)
     step(model, optimizer, treatment)
-    assert optimizer.param_groups[1]["param_names"] == ["conv1.parametrizations.weight.original"]
-    names = [name for group in optimizer.param_groups for name in group["param_names"]]
-    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    (group,) = optimizer.param_groups
+    assert group["param_names"] == [name for name, _ in model.named_parameters()]
+    assert all(a is b for a, b in zip(group["params"], model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("spec", ["olr+ow", "olr+nog"])
@@ -519,13 +516,6 @@ def made_before():
     return treat(model, "conv1", "ow").attach(optimizer)
 
 
-def scheduled_before():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    return treat(model, "conv1", "olr").attach(optimizer)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -541,7 +531,6 @@ def scheduled_before():
         (lambda: treat(nn.Sequential(orthogonal_weight(nn.Linear(2, 2))), "0", "ow"), "already; remove it"),
         (lambda: attached("nog", lambda m: torch.optim.SGD(m.head.parameters(), 0.1)), "does not hold"),
         (made_before, "make the optimizer after treat"),
-        (scheduled_before, r"attach\(optimizer, scheduler=scheduler\)"),
         (lambda: (t := attached("nog", lambda m: torch.optim.SGD(m.parameters()))).attach(t._optimizer), "already"),
         (lambda: treat(net(), "head", "nog").load_state_dict(treat(net(), "conv1", "nog").state_dict()), "not of nog"),
     ],

@@ -102,7 +102,7 @@ class OrthogonalKernel(nn.Module):
         self.layout = layout
         frame = _tall(layout.matrix(weight.detach()))
         # Householder reflectors of the orthogonal matrix in front of the exponential: none, that is the identity.
-        self.register_buffer("base", torch.zeros_like(frame))
+        self.register_buffer("base", torch.zeros_like(frame, memory_format=torch.contiguous_format))
         self.register_buffer("tau", torch.zeros_like(frame[..., 0, :]))
         self.register_buffer("signs", torch.ones_like(frame[..., 0, :]))
 

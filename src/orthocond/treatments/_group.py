@@ -39,6 +39,9 @@ class TreatmentGroup:
     def __repr__(self) -> str:
         return f"TreatmentGroup(layers={list(self.treatments)}, spec={self.spec!r})"
 
+    def _repr_html_(self) -> str:
+        return "".join(treatment._repr_html_() for treatment in self.treatments.values())
+
     @property
     def spec(self) -> str:
         """The specification in its canonical spelling, the same for each layer."""
@@ -49,12 +52,12 @@ class TreatmentGroup:
         """What the last step did to each layer."""
         return {name: treatment.last for name, treatment in self.treatments.items()}
 
-    def attach(self, optimizer: Any, *, scheduler: Any = None) -> "TreatmentGroup":
+    def attach(self, optimizer: Any, *, scheduler: Any = None, penalty: bool = False) -> "TreatmentGroup":
         """Let all of them act on the steps of an optimizer, or none: see `Treatment.attach`."""
         attached: list[Treatment] = []
         try:
             for treatment in self.treatments.values():
-                attached.append(treatment.attach(optimizer, scheduler=scheduler))
+                attached.append(treatment.attach(optimizer, scheduler=scheduler, penalty=penalty))
         except ArgumentError:
             for treatment in attached:
                 treatment.detach()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from html import escape
 from typing import Any
 from warnings import warn
 
@@ -10,7 +11,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from orthocond.errors import ArgumentError, OrthocondWarning
-from orthocond.treatments._optimizer import group_of, split_group, unwrapped_optimizer
+from orthocond.treatments._optimizer import (
+    StepRate,
+    check_scheduler,
+    group_of,
+    unwrapped_optimizer,
+    without_split_group,
+)
 from orthocond.treatments._part import Note, Part, overrides
 from orthocond.treatments._saved import saved_parts, spelled_state
 from orthocond.treatments._step import RATE, LastStep, Step
@@ -52,9 +59,10 @@ class Treatment:
         self._is_replaced = any(part.replaces_weight for part in by_order)
         self._optimizer: torch.optim.Optimizer | None = None
         self._handles: list[Any] = []
-        self._taken: tuple[dict[str, Any], Any, Any] | None = None
+        self._rate: StepRate | None = None
         self._last: LastStep | None = None
         self._has_warned = False
+        self._adds_penalty = False
         self._install(by_order)
         missing = {"attach"} if self._acting or self._watching else set[str]()
         missing |= {"penalty"} if self._penalizing else set[str]()
@@ -62,6 +70,14 @@ class Treatment:
 
     def __repr__(self) -> str:
         return f"Treatment(layer={self.name!r}, spec={self.spec!r})"
+
+    def _repr_html_(self) -> str:
+        """Return a table for a notebook: the parts, and what the last step did."""
+        state = "attached" if self._optimizer is not None else "not attached"
+        rows = [(repr(part), part.description) for part in self.parts.values()]
+        rows += [(name, str(value)) for name, value in (self._last or {}).items() if value is not None]
+        cells = "".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in rows)
+        return f"<p>{escape(repr(self))}, {state}</p><table>{cells}</table>"
 
     @property
     def layer(self) -> nn.Module:
@@ -88,19 +104,22 @@ class Treatment:
         """What the last step did; None before the first."""
         return self._last
 
-    def attach(self, optimizer: Any, *, scheduler: Any = None) -> "Treatment":
+    def attach(self, optimizer: Any, *, scheduler: Any = None, penalty: bool = False) -> "Treatment":
         """Let the treatment act on the steps of an optimizer.
 
-        Where a part acts on the learning rate, the parameter gets a group of its own, with the settings of the group
-        that it was in.
+        The optimizer's parameter groups stay as they are. A learning rate that a part sets lasts for one step, in a
+        group that exists for that step alone.
 
         Args:
-            optimizer: any of torch that takes one gradient in a step, also wrapped by Accelerate or Fabric.
-            scheduler: a learning-rate scheduler that was made before, if there is one: it gets the new group, too.
+            optimizer: any optimizer of torch that takes one gradient in a step, also wrapped by Accelerate or Fabric.
+            scheduler: not needed, a scheduler may be made before or after; one that is passed is checked to belong to
+                this optimizer.
+            penalty: add the gradient of `penalty` in each step, for a training loop whose loss you can't change. It
+                comes after the clipping of gradients. Don't add `penalty` to the loss as well.
 
         Raises:
             ArgumentError: it is attached already, the optimizer does not hold the parameter, it is LBFGS (which takes
-                several steps in one), or a scheduler has been made for the groups that have to be split.
+                several steps in one), or the scheduler belongs to another optimizer.
         """
         if self._optimizer is not None:
             raise ArgumentError(f"{self!r} is attached to an optimizer already; call detach() first.")
@@ -110,18 +129,22 @@ class Treatment:
                 f"the optimizer does not hold the parameter of {self.name!r} (treated with {self.spec}); "
                 "make the optimizer after treat(), from model.parameters()."
             )
-        if any(part.acts_on == "learning rate" for part in self._acting):
-            split_group(self.name, self.parameter, optimizer, scheduler)
+        if scheduler is not None:
+            check_scheduler(scheduler, optimizer)
         for part in self._watching:
             part.watch(self._target)
-        if self._acting:
+        self._adds_penalty = penalty and bool(self._penalizing)
+        if self._acting or self._adds_penalty:
             self._handles = [
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
                 optimizer.register_state_dict_pre_hook(self._after_step),  # after a step that failed
+                optimizer.register_load_state_dict_pre_hook(self._before_load),
             ]
         self._optimizer = optimizer
         self._unused.done("attach")
+        if self._adds_penalty:
+            self._unused.done("penalty")
         return self
 
     def detach(self) -> None:
@@ -233,6 +256,8 @@ class Treatment:
             return
         if self._target.is_blind and not self._has_warned:
             self._warn_blind()
+        if self._adds_penalty:
+            self._add_penalty(getattr(optimizer, "grad_scale", None))
         step = Step(self._target, optimizer, group)
         with ExitStack() as stack:
             for number, part in enumerate(self._acting, 1):
@@ -240,10 +265,20 @@ class Treatment:
                 around = part.act(step)
                 if around is not None:
                     stack.enter_context(around)
-        self._taken = step.taken
-        rate = group["lr"]
+        if step.has_rate:
+            self._rate = StepRate(optimizer, parameter, step.rate)
+        rate = group["lr"] if self._rate is None else self._rate.rate
         step.note(learning_rate=rate.clone() if isinstance(rate, Tensor) else float(rate))
         self._last = LastStep(self.notes, step.noted)
+
+    def _add_penalty(self, scale: Tensor | None) -> None:
+        """Add the penalty's gradient, scaled as those that a fused optimizer gets from a GradScaler."""
+        parameters = [parameter for parameter in self.layer.parameters() if parameter.requires_grad]
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(self.penalty(), parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None and parameter.grad is not None:
+                parameter.grad.add_(gradient if scale is None else gradient * scale)
 
     def _warn_blind(self) -> None:
         self._has_warned = True
@@ -258,11 +293,12 @@ class Treatment:
     def _after_step(self, *_: Any) -> None:
         self._put_back()
 
+    def _before_load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        self._put_back()
+        return without_split_group(self.parameter, optimizer, state)
+
     def _put_back(self) -> None:
         """Put the scheduled learning rate back."""
-        if self._taken is None:
-            return
-        group, scheduled, taken = self._taken
-        if group["lr"] is taken:  # else somebody has set another one since, after a step that failed
-            group["lr"] = scheduled
-        self._taken = None
+        if self._rate is not None:
+            self._rate.undo()
+            self._rate = None

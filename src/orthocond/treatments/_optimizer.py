@@ -1,20 +1,21 @@
-"""What a treatment needs of an optimizer: the one inside of wrappers, the parameter's group, a group of its own."""
+"""What a treatment needs of an optimizer: the one inside wrappers, the parameter's group, a rate for one step."""
 
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from orthocond.errors import ArgumentError
 
-__all__ = ["group_of", "split_group", "unwrapped_optimizer"]
+__all__ = ["StepRate", "check_scheduler", "group_of", "unwrapped_optimizer", "without_split_group"]
 
-# What a scheduler of torch holds for each parameter group.
-_FOR_EACH_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
+_FOR_EACH_PARAMETER = {"params", "param_names"}
+"""What a parameter group holds for each parameter."""
 
 
 def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that takes the steps: the one inside of Accelerate's or Fabric's.
+    """Return the optimizer that takes the steps: the one inside Accelerate's or Fabric's.
 
     Raises:
         ArgumentError: there is none, or it is LBFGS, which takes several steps in one.
@@ -42,46 +43,73 @@ def group_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> dict[
     return None
 
 
-def split_group(name: str, parameter: nn.Parameter, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Give a parameter a group of its own, with the settings of the group that it is in, where it isn't alone.
+def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ArgumentError` unless a scheduler, also one wrapped by Accelerate, acts on an optimizer."""
+    if not hasattr(scheduler, "optimizer"):
+        scheduler = getattr(scheduler, "scheduler", scheduler)
+    if unwrapped_optimizer(getattr(scheduler, "optimizer", None)) is not optimizer:
+        raise ArgumentError("attach got a scheduler of another optimizer; pass the one that was made for this one.")
 
-    Raises:
-        ArgumentError: a scheduler has been made for the groups as they are, and isn't given, or belongs elsewhere.
+
+class StepRate:
+    """A learning rate that one parameter has for one step.
+
+    The parameter leaves its group, whose other parameters keep their rate, and is alone in a temporary group until
+    `undo`. So no scheduler and no checkpoint ever sees another group or another rate.
     """
-    groups = optimizer.param_groups
-    place = next(i for i, group in enumerate(groups) if any(other is parameter for other in group["params"]))
-    group = groups[place]
-    if len(group["params"]) == 1:
-        return
-    if scheduler is None and "initial_lr" in group:
-        raise ArgumentError(
-            f"olr gives the parameter of {name!r} a group of its own, and a scheduler has been made for the groups as "
-            "they are; pass it, attach(optimizer, scheduler=scheduler), or attach the treatment before you make it."
-        )
-    schedulers = [] if scheduler is None else _all_schedulers(scheduler)
-    for one in schedulers:
-        if unwrapped_optimizer(getattr(one, "optimizer", None)) is not optimizer:
-            raise ArgumentError("attach got a scheduler of another optimizer; pass the one that was made for this one.")
-    index = next(i for i, other in enumerate(group["params"]) if other is parameter)
-    own: Any = group["params"].pop(index)
-    if "param_names" in group:  # an optimizer of named parameters
-        own = (group["param_names"].pop(index), own)
-    num_groups = len(groups)
-    optimizer.add_param_group({"params": [own], **{k: _own(v) for k, v in group.items() if not k.startswith("param")}})
-    for one in schedulers:
-        for values in (vars(one).get(key) for key in _FOR_EACH_GROUP):
-            if isinstance(values, list) and len(values) == num_groups:
-                values.append(_own(values[place]))
+
+    _active: ClassVar[WeakKeyDictionary[torch.optim.Optimizer, list["StepRate"]]] = WeakKeyDictionary()
+    """The rates of an optimizer that are in effect, in the order in which they were set."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, rate: float) -> None:
+        group = group_of(parameter, optimizer)
+        assert group is not None
+        self._rates = self._active.setdefault(optimizer, [])
+        self._rates.append(self)
+        self._groups, self._group, self._scheduled = optimizer.param_groups, group, group["lr"]
+        self.rate: Any = torch.full_like(self._scheduled, rate) if isinstance(self._scheduled, Tensor) else rate
+        self._own: dict[str, Any] | None = None
+        if len(group["params"]) == 1:
+            group["lr"] = self.rate
+            return
+        self._place = _place(parameter, group)
+        self._own = {**group, "lr": self.rate}
+        for key in _FOR_EACH_PARAMETER & group.keys():
+            self._own[key] = [group[key].pop(self._place)]
+        self._groups.append(self._own)
+
+    def undo(self) -> None:
+        """Put the scheduled rate back, and the parameter where it was; the rates that were set later go first."""
+        while self in self._rates:
+            self._rates.pop()._undo()
+
+    def _undo(self) -> None:
+        if self._own is None:
+            if self._group["lr"] is self.rate:  # else somebody has set another one since, after a step that failed
+                self._group["lr"] = self._scheduled
+            return
+        self._groups[:] = [group for group in self._groups if group is not self._own]
+        for key in _FOR_EACH_PARAMETER & self._own.keys():
+            self._group[key].insert(self._place, *self._own[key])
 
 
-def _own(value: Any) -> Any:
-    """Return a setting for another group: a rate that is a tensor is each group's own."""
-    return value.clone() if isinstance(value, Tensor) else value
+def without_split_group(
+    parameter: nn.Parameter, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return an optimizer's state of version 0.1, in which ``olr`` had a group of its own, as it is saved today.
+
+    Any other state is left to the optimizer: None.
+    """
+    saved, group = state["param_groups"], group_of(parameter, optimizer)
+    if len(saved) != len(optimizer.param_groups) + 1 or len(saved[-1]["params"]) != 1 or group is None:
+        return None
+    merged = [dict(one) for one in saved[:-1]]
+    number = next(i for i, one in enumerate(optimizer.param_groups) if one is group)
+    for key in _FOR_EACH_PARAMETER & saved[-1].keys():
+        merged[number][key] = list(merged[number][key])
+        merged[number][key].insert(_place(parameter, group), *saved[-1][key])
+    return {**state, "param_groups": merged}
 
 
-def _all_schedulers(scheduler: Any) -> list[Any]:
-    """Return a scheduler, and those that it is made of."""
-    if not hasattr(scheduler, "optimizer") and hasattr(scheduler, "scheduler"):  # Accelerate's
-        scheduler = scheduler.scheduler
-    inner = [found for one in getattr(scheduler, "_schedulers", []) for found in _all_schedulers(one)]
-    return [scheduler, *inner]
+def _place(parameter: nn.Parameter, group: dict[str, Any]) -> int:
+    return next(i for i, other in enumerate(group["params"]) if other is parameter)

@@ -82,8 +82,7 @@ class Part:
     reference: ClassVar[str] = ""
     """Where it is defined."""
     acts_on: ClassVar[str] = ""
-    """``"weight"``, ``"gradient"``, ``"learning rate"`` or ``"loss"``. Only a part that acts on the learning rate may
-    set ``step.rate``: the parameter gets a group of its own then."""
+    """``"weight"``, ``"gradient"``, ``"learning rate"`` or ``"loss"``."""
     order: ClassVar[int] = 50
     """Parts with a lower order act first, and enclose those with a higher one."""
     excludes: ClassVar[Mapping[str, str]] = MappingProxyType({})

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from orthocond._core.precision import narrow
-from orthocond.errors import ArgumentError
 from orthocond.treatments._part import Note
 from orthocond.treatments._registry import TREATMENTS
 from orthocond.treatments._target import Target
@@ -52,8 +51,9 @@ class Step:
         self._grad = parameter.grad
         # A fused optimizer under GradScaler unscales within its step: what it is given has to be scaled.
         self._scale = getattr(optimizer, "grad_scale", None)
-        self._group = group
-        self._scheduled = group["lr"]
+        self._rate = float(group["lr"])
+        self.has_rate = False
+        """Whether a part has set the rate."""
         self._weight: Tensor | Callable[[], Tensor] | None = None
         self.noted: dict[str, Any] = {}
 
@@ -118,27 +118,15 @@ class Step:
     @property
     def rate(self) -> float:
         """The learning rate of this step. Setting it is for this step alone."""
-        return float(self._group["lr"])
+        return self._rate
 
     @rate.setter
     def rate(self, rate: float) -> None:
-        if len(self._group["params"]) > 1:
-            raise ArgumentError(
-                f"a part of the treatment of {self.target.name!r} set the learning rate of a group with other "
-                "parameters; give the part acts_on = 'learning rate', so that the parameter gets a group of its own."
-            )
-        scheduled = self._scheduled
-        self._group["lr"] = torch.full_like(scheduled, rate) if isinstance(scheduled, Tensor) else rate
+        self._rate, self.has_rate = rate, True
 
     def note(self, **values: Any) -> None:
         """Record what happened: numbers, flags, pairs or tensors, or functions that return them if somebody reads."""
         self.noted.update(values)
-
-    @property
-    def taken(self) -> tuple[ParameterGroup, Any, Any] | None:
-        """The group, its scheduled rate and the one it has for this step; None where they are the same."""
-        rate = self._group["lr"]
-        return None if rate is self._scheduled else (self._group, self._scheduled, rate)
 
 
 class LastStep(Mapping[str, Any]):

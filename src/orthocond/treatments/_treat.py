@@ -33,7 +33,7 @@ def treat(
     Three lines in a training loop:
 
         treatment = orthocond.treat(model, "conv1", "nog+ow+olr")    # before the optimizer
-        treatment.attach(optimizer)                                  # before the scheduler
+        treatment.attach(optimizer)                                  # any optimizer of torch
         loss = criterion(model(x), y) + treatment.penalty()          # zero without ol
 
     Args:
