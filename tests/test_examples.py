@@ -46,3 +46,12 @@ def test_a_generator_learns_by_the_frechet_distance(tmp_path):
 def test_the_ddp_example_runs_on_two_processes():
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     assert "the same weights on all processes: True" in run(*launcher, EXAMPLES / "ddp.py")
+
+
+def test_callbacks_of_lightning_on_two_processes(tmp_path):
+    assert "the same weights on all processes: True" in run(EXAMPLES / "with_lightning.py", 2, tmp_path)
+
+
+def test_callbacks_of_transformers_on_two_processes(tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    assert "the same weights on all processes: True" in run(*launcher, EXAMPLES / "with_transformers.py", tmp_path)
