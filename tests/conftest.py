@@ -26,6 +26,7 @@ BEYOND_THE_LIBRARY = {
     "test_docs.py",
     "test_examples.py",
     "test_layering.py",
+    "test_notebooks.py",
     "test_package.py",
     "test_pictures.py",
     "test_study.py",

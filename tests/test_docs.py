@@ -33,6 +33,7 @@ from orthocond.lab.worker import run as run_here
 
 from docstrings import PUBLIC_MODULES, runtime_docstring
 from pages import ROOT, blocks, is_external, links, pages
+from registries import readme
 
 PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in pages()}
 REFERENCE = {name: text for name, text in PAGES.items() if name.startswith("docs/reference/")}
@@ -69,6 +70,7 @@ def parametrize_pages(chosen, *, computes=False):
 
 def anchors(page: str) -> set[str]:
     """Return what a link to a page may end with."""
+    page = re.sub(r"^\{\{ readme (\w+) \}\}$", lambda found: readme(found[1]), page, flags=re.MULTILINE)
     headings = re.findall(
         r"^#+ +(.+?) *$", re.sub(r"^(`{3,}).*?^\1", "", page, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
     )
@@ -339,6 +341,6 @@ def test_every_name_in_the_reference_has_an_example(path, package):
         run_doctest(text, dict(vars(module)), path)
 
 
-@pytest.mark.parametrize("name", ["docstrings", "mathematics", "offline", "pages", "registries"])
+@pytest.mark.parametrize("name", ["docstrings", "mathematics", "notebooks", "offline", "pages", "registries"])
 def test_what_builds_the_site_does_what_its_examples_say(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0

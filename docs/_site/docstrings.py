@@ -24,6 +24,8 @@ PUBLIC_MODULES = (
     "orthocond.monitor",
     "orthocond.diagnosis",
     "orthocond.errors",
+    "orthocond.integrations.lightning",
+    "orthocond.integrations.transformers",
 )
 
 _BLOCK = re.compile(r"^( *)\.\. math:: *(\S.*)$", re.MULTILINE)

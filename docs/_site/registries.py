@@ -1,12 +1,14 @@
 """Tables of what can be chosen by name, and of the command line, made from the registries themselves.
 
 In a page, on a line of its own: ``{{ registry orthocond.linalg.SOLVERS }}``, ``{{ command train }}``,
-``{{ presets }}``, ``{{ methods }}``, ``{{ settings }}``, ``{{ items }}``.
+``{{ presets }}``, ``{{ methods }}``, ``{{ settings }}``, ``{{ items }}``; ``{{ readme install }}`` for a section of
+README.md.
 """
 
 import dataclasses
 import importlib
 import re
+from pathlib import Path
 from typing import Any
 
 import typer.main
@@ -19,7 +21,7 @@ from orthocond.lab.methods import ALL, PAPER, method
 from orthocond.lab.paper import EXPERIMENTS, ITEMS
 from orthocond.lab.presets import PRESETS
 
-__all__ = ["command", "items", "methods", "on_page_markdown", "presets", "registry", "settings"]
+__all__ = ["command", "items", "methods", "on_page_markdown", "presets", "readme", "registry", "settings"]
 
 _DIRECTIVE = re.compile(r"^\{\{ (?P<what>\w+)(?: (?P<name>[\w.-]+))? \}\}$", re.MULTILINE)
 
@@ -112,12 +114,20 @@ def command(name: str) -> str:
     return f"{text}\n\nExample: `{example}`\n" if example else text
 
 
+def readme(section: str) -> str:
+    """Return a marked section of README.md, with links as they are from the site's first page."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    start, end = (f"<!-- --8<-- [{edge}:{section}] -->" for edge in ("start", "end"))
+    return text.split(start)[1].split(end)[0].strip().replace("](docs/", "](")
+
+
 def _plain(text: str) -> str:
     """Return text with what Markdown would take for markup escaped."""
     return re.sub(r"([\\*_])", r"\\\1", text).replace("<", "&lt;")
 
 
 _TABLES = {
+    "readme": readme,
     "registry": registry,
     "presets": presets,
     "settings": settings,
