@@ -84,7 +84,6 @@ def test_registered_it_is_everywhere():
 @pytest.mark.usefixtures("registered")
 def test_registered_it_is_in_the_laboratory_and_the_documentation():
     pytest.importorskip("lightning_fabric", reason="the laboratory isn't installed")
-    import registries
     from typer.testing import CliRunner
 
     from orthocond.lab.cli import app

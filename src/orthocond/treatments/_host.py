@@ -265,8 +265,8 @@ class Treatment:
                 around = part.act(step)
                 if around is not None:
                     stack.enter_context(around)
-        if step.has_rate:
-            self._rate = StepRate(optimizer, parameter, step.rate)
+        if step.own_rate is not None:
+            self._rate = StepRate(optimizer, parameter, step.own_rate)
         rate = group["lr"] if self._rate is None else self._rate.rate
         step.note(learning_rate=rate.clone() if isinstance(rate, Tensor) else float(rate))
         self._last = LastStep(self.notes, step.noted)

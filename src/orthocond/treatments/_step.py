@@ -51,9 +51,9 @@ class Step:
         self._grad = parameter.grad
         # A fused optimizer under GradScaler unscales within its step: what it is given has to be scaled.
         self._scale = getattr(optimizer, "grad_scale", None)
-        self._rate = float(group["lr"])
-        self.has_rate = False
-        """Whether a part has set the rate."""
+        self._group = group
+        self.own_rate: float | None = None
+        """The rate that a part has set."""
         self._weight: Tensor | Callable[[], Tensor] | None = None
         self.noted: dict[str, Any] = {}
 
@@ -118,11 +118,11 @@ class Step:
     @property
     def rate(self) -> float:
         """The learning rate of this step. Setting it is for this step alone."""
-        return self._rate
+        return float(self._group["lr"]) if self.own_rate is None else self.own_rate
 
     @rate.setter
     def rate(self, rate: float) -> None:
-        self._rate, self.has_rate = rate, True
+        self.own_rate = rate
 
     def note(self, **values: Any) -> None:
         """Record what happened: numbers, flags, pairs or tensors, or functions that return them if somebody reads."""
