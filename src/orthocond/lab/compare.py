@@ -358,7 +358,7 @@ def _fraction_done(runs: Sequence[Run]) -> float:
 
 @contextmanager
 def _shown(table: Callable[[], Table], console: Console, several: bool) -> Iterator[Callable[[Run], None]]:
-    """Show a live table on a terminal, elsewhere a line for each run that ends, with its preset if there are several."""
+    """Show a live table on a terminal, elsewhere a line for each run that ends."""
     if console.is_terminal:
         with Live(get_renderable=table, console=console, refresh_per_second=2):
             yield lambda _: None
