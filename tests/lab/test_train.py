@@ -314,8 +314,8 @@ rank, calls, svd = int(os.environ.get("LOCAL_RANK", 0)), 0, torch.linalg.svd
 
 def failing(A, *args, **kwargs):
     global calls
-    calls += 1
-    if calls % (3 + rank) == 0:
+    calls += A.shape[-1] > 1  # a layer checks its options with a matrix of one number
+    if A.shape[-1] > 1 and calls % (3 + rank) == 0:
         raise torch.linalg.LinAlgError("injected")
     return svd(A, *args, **kwargs)
 
