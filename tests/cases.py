@@ -34,3 +34,25 @@ def matrices(spectrum: str, n: int, batch: tuple[int, ...] = (), dtype: torch.dt
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def hostile(count: int, d: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Matrices of large, tiny, equal and zero entries, of low rank, near reflections and near ties."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    special = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-30, 1e30, -1e-7, 1e37, -1e37, 1e-40], dtype=torch.float64)
+    U, V = (torch.linalg.qr(normal(count, d, d)).Q for _ in range(2))
+    values = torch.ones(count, d, dtype=torch.float64)
+    values[:, -1] = -1 + 10.0 ** -torch.randint(1, 17, (count,), generator=generator)
+    kinds = [
+        special[torch.randint(len(special), (count, d, d), generator=generator)],
+        normal(count, d, 1) @ normal(count, 1, d),
+        (U * values.unsqueeze(-2)) @ V.mT,
+        U + 1e-9 * normal(count, d, d),
+        normal(count, d, d) * 10.0 ** torch.randint(-30, 30, (count, 1, 1), generator=generator),
+    ]
+    which = torch.arange(count) % len(kinds)
+    return torch.stack(kinds)[which, torch.arange(count)].to(dtype)

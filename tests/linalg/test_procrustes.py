@@ -10,7 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from orthocond.errors import ArgumentError, DtypeError
 from orthocond.linalg import nearest_rotation, procrustes
 
-from cases import noise
+from cases import hostile, noise
 
 F64 = torch.float64
 
@@ -96,6 +96,17 @@ def test_degenerate_points_are_defined_and_finite(name, scale, weighted):
     gradients = torch.autograd.grad(loss, (X, Y, weights))
     assert all(torch.isfinite(part).all() for part in (*found, *gradients))
     assert (torch.linalg.det(found.rotation) - 1).abs() < 1e-5
+
+
+@pytest.mark.parametrize("d", [2, 3, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_hostile_points(d, dtype):
+    points = hostile(1000, d, dtype, seed=d)
+    for scale in (False, True):
+        inputs = [part.clone().requires_grad_() for part in (points, points.roll(1, 0), points[..., 0].abs())]
+        found = procrustes(*inputs, scale=scale)
+        gradients = torch.autograd.grad(found.rotation.pow(3).sum(), inputs)
+        assert all(torch.isfinite(part).all() for part in (*found, *gradients))
 
 
 def test_one_point_is_moved_and_nothing_turned():

@@ -7,7 +7,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from orthocond.errors import ArgumentError
 from orthocond.linalg import spectral_projector, top_eigenvector
 
-from cases import noise, rotation
+from cases import hostile, noise, rotation
 
 F64 = torch.float64
 
@@ -136,3 +136,13 @@ def test_bad_input():
         spectral_projector(torch.eye(3), 4)
     with pytest.raises(ArgumentError, match="at least 1x1"):
         top_eigenvector(torch.zeros(0, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_hostile_matrices(dtype):
+    A = hostile(1000, 4, dtype, seed=4).requires_grad_()
+    for function in (lambda A: spectral_projector(A, 2), top_eigenvector):
+        value = function(A)
+        (G,) = torch.autograd.grad(value.pow(3).sum(), A)
+        assert torch.isfinite(value).all()
+        assert torch.isfinite(G).all()

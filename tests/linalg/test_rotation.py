@@ -11,7 +11,7 @@ from orthocond.errors import DtypeError, NonFiniteError
 from orthocond.linalg import _jacobi as jacobi
 from orthocond.linalg import nearest_orthogonal, nearest_rotation
 
-from cases import noise, rotation
+from cases import hostile, noise, rotation
 
 F64 = torch.float64
 
@@ -160,28 +160,6 @@ def test_hostile_matrices(rows, many):
     assert torch.isfinite(G).all()
     assert (R.mT @ R - torch.eye(3)).abs().max() < 1e-5
     assert (torch.linalg.det(R) - 1).abs().max() < 1e-5
-
-
-def hostile(count, d, dtype, seed):
-    """Matrices of large, tiny, equal and zero entries, of low rank, near reflections and near ties."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=F64)
-
-    special = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-30, 1e30, -1e-7, 1e37, -1e37, 1e-40], dtype=F64)
-    U, V = (torch.linalg.qr(normal(count, d, d)).Q for _ in range(2))
-    values = torch.ones(count, d, dtype=F64)
-    values[:, -1] = -1 + 10.0 ** -torch.randint(1, 17, (count,), generator=generator)
-    kinds = [
-        special[torch.randint(len(special), (count, d, d), generator=generator)],
-        normal(count, d, 1) @ normal(count, 1, d),
-        (U * values.unsqueeze(-2)) @ V.mT,
-        U + 1e-9 * normal(count, d, d),
-        normal(count, d, d) * 10.0 ** torch.randint(-30, 30, (count, 1, 1), generator=generator),
-    ]
-    which = torch.arange(count) % len(kinds)
-    return torch.stack(kinds)[which, torch.arange(count)].to(dtype)
 
 
 @pytest.mark.parametrize("d", [2, 3, 4, 6])

@@ -172,9 +172,14 @@ def procrustes(
             )
     like = X if X.dtype == torch.promote_types(X.dtype, Y.dtype) else Y
     with autocast_off(X.device):
-        wide = _aligned(widen(lift(X)), widen(lift(Y)), None if weights is None else widen(lift(weights)), scale,
-                        translation, X.shape[-1] * torch.finfo(at_least_float32(like.dtype)).eps)  # fmt: skip
+        points = (_wide(X), _wide(Y), None if weights is None else _wide(weights))
+        wide = _aligned(*points, scale, translation, X.shape[-1] * torch.finfo(at_least_float32(like.dtype)).eps)
         return Alignment(*(narrow(part, like) for part in wide))
+
+
+def _wide(X: Tensor) -> Tensor:
+    """Return the points in float64; a gradient that their own dtype can't hold comes back as the largest number."""
+    return widen(lift(X, X.new_ones(())))
 
 
 def _aligned(X: Tensor, Y: Tensor, weights: Tensor | None, scale: bool, translation: bool, rtol: float) -> Alignment:
