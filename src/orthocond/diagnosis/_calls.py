@@ -1,5 +1,7 @@
 """The record of one call: where it stands, and what was measured of its matrix and its gradients."""
 
+import cmath
+import functools
 import linecache
 import os
 from dataclasses import dataclass, field
@@ -121,7 +123,13 @@ def _place(frame: FrameType | None, names: dict[int, str], function: str) -> Pla
         frame = frame.f_back
     if line is None:
         return Place(module, "", "A")
-    return Place(module, f"{_shown(line[0])}:{line[1]}", _argument(linecache.getline(*line), function))
+    return Place(module, *_shown_line(*line, function, os.getcwd()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _shown_line(path: str, number: int, function: str, _: str) -> tuple[str, str]:
+    """Return a line of code as it is shown in a working directory, and the expression that it decomposes."""
+    return f"{_shown(path)}:{number}", _argument(linecache.getline(path, number), function)
 
 
 def _shown(path: str) -> str:
@@ -172,7 +180,7 @@ def begin(
         torch.finfo(A.dtype).eps,
         _autocast_unit(A.device.type),
         {**kwargs, "functions": next((X for X in args if isinstance(X, tuple)), ())},
-        finite_input=bool(torch.isfinite(A).all()),
+        finite_input=cmath.isfinite(A.sum().item()) or bool(torch.isfinite(A).all()),  # the sum is cheap
         during_backward=graph_task_id() != -1,
     )
 

@@ -45,6 +45,7 @@ _SAME = frozenset(
 )
 _POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "square": 2.0, "__rdiv__": -1.0, "__rtruediv__": -1.0}
 _DIVISIONS = ("div", "divide", "true_divide", "__truediv__")
+_FOLLOWED = _SAME.union(_POWERS, _DIVISIONS, ("log", "exp", "pow", "__pow__"))
 
 
 class Use:
@@ -72,7 +73,7 @@ class Flow:
 
     def step(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Look at one call of a torch function that is called ``name``."""
-        if not isinstance(result, Tensor) or not self._known:
+        if name not in _FOLLOWED or not isinstance(result, Tensor) or not self._known:
             return
         position = next((i for i, X in enumerate(args[:2]) if isinstance(X, Tensor) and X in self._known), None)
         if position is None or result.ndim > args[position].ndim + 1:

@@ -13,7 +13,9 @@ eigenvalues are equal any rotation gives eigenvectors again, so a loss that is a
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,7 +77,8 @@ def spread(values: Tensor, size: int, unit: float) -> Spread:
     magnitude = values.abs()
     largest = magnitude.amax(-1)
     null = magnitude <= size * unit * largest.unsqueeze(-1)
-    cond = torch.where(magnitude.amin(-1) > 0, largest / magnitude.amin(-1), torch.inf)
+    cond = largest / magnitude.amin(-1)
+    cond = torch.where(cond.isnan(), torch.inf, cond)  # of zero
     if values.shape[-1] > 1:
         distance = values.sort(-1).values.diff(dim=-1).amin(-1)
         gap = torch.where(distance > 0, distance / largest, distance)
@@ -104,37 +107,39 @@ def eigen_gradient(
     n = l.shape[-1]
     finite_in = _finite(to_l) & _finite(to_U)
     values_used = to_l is not None
-    to_l = torch.zeros_like(l) if to_l is None else _repaired(to_l)
-    tied = _tied(l, n * units[0])
-    # A function of the eigenvalues differs between two that are not quite equal; without one, nothing may.
-    relative = _relative_distance(l) if values_used else torch.zeros_like(tied, dtype=l.dtype)
+    to_l = torch.zeros_like(l) if to_l is None else _repaired(to_l, finite_in)
+    pairs = _pairs(l, n * units[0])
     if U is None or to_U is None:  # only eigenvalues: those of a repeated one have to be treated alike
-        difference = (to_l.unsqueeze(-1) - to_l.unsqueeze(-2)).abs()
-        total = to_l.abs().unsqueeze(-1) + to_l.abs().unsqueeze(-2)
-        bound = 2 * relative * total + _rounding(n, units[1]) * to_l.abs().amax(-1)[:, None, None]
         well_posed, columns, num_used = to_l, to_l, 0
         noise = torch.zeros_like(l[:, 0])
-        inconsistent = tied & (difference > bound)
+        largest = _rounding(n, units[1]) * to_l.abs().amax(-1)
+
+        def is_inconsistent(k: Tensor, i: Tensor, j: Tensor, relative: Tensor) -> Tensor:
+            one, other = to_l[k, i], to_l[k, j]
+            return (one - other).abs() > 2 * relative * (one.abs() + other.abs()) + largest[k]
     else:
-        to_U = _repaired(to_U)
+        to_U = _repaired(to_U, finite_in)
         M = U.mH @ to_U
-        a = (M - M.mH) / 2
-        bound = relative * (M.abs() + M.abs().mT) + _rounding(n, units[1]) * _norm(M)[:, None, None]
-        inconsistent = tied & (a.abs() > bound)
-        distance = l.unsqueeze(-2) - l.unsqueeze(-1)
-        between = torch.where(tied | (distance == 0), 0.0, a / torch.where(distance == 0, 1.0, distance))
-        well_posed = between + torch.diag_embed(to_l).to(between.dtype)
+        a = (M - M.mH).div_(2)
+        well_posed = a * pairs.inverse
+        well_posed.diagonal(dim1=-2, dim2=-1).add_(to_l)
         columns = torch.linalg.vector_norm(to_U, dim=-2)
-        noise = _noise(l, columns, well_posed, units[1])
+        noise = _noise(pairs, columns, well_posed, units[1])
         num_used = _num_used(columns)
+        largest = _rounding(n, units[1]) * _norm(M)
+
+        def is_inconsistent(k: Tensor, i: Tensor, j: Tensor, relative: Tensor) -> Tensor:
+            bound = relative * (M[k, i, j].abs() + M[k, j, i].abs()) + largest[k]
+            return a[k, i, j].abs() > bound
+
     return Gradient(
         finite_in,
         _finite(back),
         _ratio(_norm(back), _norm(well_posed)),
         noise,
-        ~inconsistent.flatten(1).any(-1),
+        _consistent(l, pairs, is_inconsistent, smooth=values_used),
         _focus(to_l, measured.small) | _focus(columns, measured.small),
-        tied.flatten(1).any(-1),
+        pairs.num_tied > 0,
         num_used,
         values_used=values_used,
     )
@@ -161,39 +166,44 @@ def singular_gradient(
         return plain
     finite_in = _finite(to_s) & _finite(to_vectors[0]) & _finite(to_vectors[1])
     values_used = to_s is not None
-    to_s = torch.zeros_like(s) if to_s is None else _repaired(to_s)
+    to_s = torch.zeros_like(s) if to_s is None else _repaired(to_s, finite_in)
     inner, size, outside = [], torch.zeros_like(s[:, 0]), torch.zeros_like(s[:, 0])
     columns = torch.zeros_like(s)
     for X, to_X in zip(vectors, to_vectors, strict=True):
         if to_X is None:
             inner.append(torch.zeros(*s.shape, s.shape[-1], dtype=X.dtype))
             continue
-        to_X = _repaired(to_X)
+        to_X = _repaired(to_X, finite_in)
         M = X.mH @ to_X
         inner.append(M)
         size = size + _norm(M)
         columns = columns + torch.linalg.vector_norm(to_X, dim=-2)
-        # What points out of the span of the singular vectors is divided by the singular value.
-        beyond = torch.linalg.vector_norm(to_X - X @ M, dim=-2) * ~measured.null
-        outside = outside + (beyond / torch.where(measured.null, 1.0, s)).square().sum(-1)
-    P, Q = ((M - M.mH) / 2 for M in inner)
+        if X.shape[-2] > X.shape[-1]:
+            # What points out of the span of the singular vectors is divided by the singular value.
+            beyond = torch.linalg.vector_norm(to_X - X @ M, dim=-2) * ~measured.null
+            outside = outside + (beyond / torch.where(measured.null, 1.0, s)).square().sum(-1)
+    P, Q = ((M - M.mH).div_(2) for M in inner)
     n = max(X.shape[-2] for X in vectors)
-    tied = _tied(s, n * units[0])
-    sizes = sum(M.abs() + M.abs().mT for M in inner)
-    bound = _rounding(n, units[1]) * size[:, None, None] + (_relative_distance(s) * sizes if values_used else 0.0)
-    i, j = s.unsqueeze(-1), s.unsqueeze(-2)
-    null = measured.null.unsqueeze(-1) & measured.null.unsqueeze(-2)
-    between = torch.where(tied | (i == j), 0.0, (P + Q) / (2 * torch.where(i == j, 1.0, j - i)))
-    between = between + torch.where(null | (i + j == 0), 0.0, (P - Q) / (2 * torch.where(i + j == 0, 1.0, i + j)))
-    well_posed = between + torch.diag_embed(to_s).to(between.dtype)
+    pairs = _pairs(s, n * units[0])
+    total = P + Q
+    sums = s.unsqueeze(-1) + s.unsqueeze(-2)
+    is_null = measured.null.unsqueeze(-1) & measured.null.unsqueeze(-2) | (sums == 0)
+    well_posed = (total * pairs.inverse + (P - Q) * sums.masked_fill_(is_null, torch.inf).reciprocal_()) / 2
+    well_posed.diagonal(dim1=-2, dim2=-1).add_(to_s)
+    largest = _rounding(n, units[1]) * size
+
+    def is_inconsistent(k: Tensor, i: Tensor, j: Tensor, relative: Tensor) -> Tensor:
+        sizes = sum((M[k, i, j].abs() + M[k, j, i].abs() for M in inner), torch.zeros_like(relative))
+        return total[k, i, j].abs() > relative * sizes + largest[k]
+
     return Gradient(
         finite_in,
         _finite(back),
         _ratio(_norm(back), (_norm(well_posed).square() + outside).sqrt()),
-        _noise(s, columns, well_posed, units[1]),
-        ~(tied & ((P + Q).abs() > bound)).flatten(1).any(-1),
+        _noise(pairs, columns, well_posed, units[1]),
+        _consistent(s, pairs, is_inconsistent, smooth=values_used),
         _focus(to_s, measured.small) | _focus(columns, measured.small),
-        tied.flatten(1).any(-1),
+        pairs.num_tied > 0,
         _num_used(columns),
         both_sides=to_vectors[0] is not None and to_vectors[1] is not None,
         values_used=values_used,
@@ -225,29 +235,53 @@ def _without_ties(
     return Gradient(yes, yes, _ratio(_norm(back), size), noise, yes, ~yes, ~yes, 0)
 
 
-def _noise(values: Tensor, columns: Tensor, well_posed: Tensor, unit: float) -> Tensor:
+class _Pairs(NamedTuple):
+    """The distances between the eigenvalues of a matrix, ``(b, n, n)``."""
+
+    inverse: Tensor
+    """``1 / (l_j - l_i)``; zero for those that are equal up to rounding, and on the diagonal."""
+    distance: Tensor
+    """``|l_j - l_i|``"""
+    tied: Tensor
+    """Which are equal up to rounding."""
+    num_tied: Tensor
+    """``(b,)``"""
+
+
+def _pairs(values: Tensor, tolerance: float) -> _Pairs:
+    difference = values.unsqueeze(-2) - values.unsqueeze(-1)
+    distance = difference.abs()
+    near = distance <= tolerance * values.abs().amax(-1)[:, None, None]
+    inverse = difference.masked_fill_(near, torch.inf).reciprocal_()  # the diagonal is among them
+    near.diagonal(dim1=-2, dim2=-1).fill_(False)
+    return _Pairs(inverse, distance, near, near.sum((-2, -1)))
+
+
+def _consistent(values: Tensor, pairs: _Pairs, is_inconsistent: Callable[..., Tensor], *, smooth: bool) -> Tensor:
+    """Return which matrices have no inconsistent pair, asking for those that are tied alone.
+
+    A function of the eigenvalues (``smooth``) differs between two that are not quite equal, by as much as they do
+    relative to themselves; without one, nothing may differ.
+    """
+    consistent = torch.ones_like(pairs.num_tied, dtype=torch.bool)
+    if not bool(pairs.num_tied.any()):
+        return consistent
+    k, i, j = pairs.tied.nonzero(as_tuple=True)
+    larger = torch.maximum(values[k, i].abs(), values[k, j].abs())
+    relative = pairs.distance[k, i, j] / torch.where(larger > 0, larger, 1.0) * smooth
+    consistent[k[is_inconsistent(k, i, j, relative)]] = False
+    return consistent
+
+
+def _noise(pairs: _Pairs, columns: Tensor, well_posed: Tensor, unit: float) -> Tensor:
     """Return how large ``unit * |columns| / distance``, the rounding error of each pair, is against the gradient."""
-    distance = (values.unsqueeze(-1) - values.unsqueeze(-2)).abs()
-    errors = torch.where(distance > 0, unit * columns.unsqueeze(-2) / torch.where(distance > 0, distance, 1.0), 0.0)
-    return _ratio(_norm(errors), _norm(well_posed))
+    errors = columns.unsqueeze(-2) / pairs.distance.masked_fill(pairs.distance == 0, torch.inf)
+    return _ratio(unit * _norm(errors), _norm(well_posed))
 
 
 def _num_used(columns: Tensor) -> int:
     """Return how many eigenvectors have a gradient."""
     return int((columns > 1e-6 * columns.amax(-1, keepdim=True)).sum(-1).max())
-
-
-def _tied(values: Tensor, tolerance: float) -> Tensor:
-    distance = (values.unsqueeze(-1) - values.unsqueeze(-2)).abs()
-    apart = ~torch.eye(values.shape[-1], dtype=torch.bool)
-    return (distance <= tolerance * values.abs().amax(-1)[:, None, None]) & apart
-
-
-def _relative_distance(values: Tensor) -> Tensor:
-    """Return how much two eigenvalues, and so a smooth function of them, differ relative to themselves."""
-    i, j = values.unsqueeze(-1), values.unsqueeze(-2)
-    larger = torch.maximum(i.abs(), j.abs())
-    return torch.where(larger > 0, (i - j).abs() / torch.where(larger > 0, larger, 1.0), 0.0)
 
 
 def _rounding(n: int, unit: float) -> float:
@@ -258,15 +292,19 @@ def _focus(weights: Tensor, small: Tensor) -> Tensor:
     def size(which: Tensor) -> Tensor:
         return (weights.abs().square() * which).sum(-1) / which.sum(-1).clamp(min=1)
 
-    return small.any(-1) & (size(small) > _FOCUS**2 * size(~small))
+    has_small = small.any(-1)
+    return has_small & (size(small) > _FOCUS**2 * size(~small)) if bool(has_small.any()) else has_small
 
 
 def _finite(X: Tensor | None) -> Tensor:
-    return torch.tensor(True) if X is None else torch.isfinite(X).flatten(1).all(-1)
+    if X is None:
+        return torch.tensor(True)
+    sums = X.flatten(1).sum(-1)
+    return torch.isfinite(sums) if bool(torch.isfinite(sums).all()) else torch.isfinite(X).flatten(1).all(-1)
 
 
-def _repaired(X: Tensor) -> Tensor:
-    return X.nan_to_num(0.0, 0.0, 0.0)
+def _repaired(X: Tensor, finite: Tensor) -> Tensor:
+    return X if bool(finite.all()) else X.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _norm(X: Tensor) -> Tensor:

@@ -172,8 +172,15 @@ def procrustes(
             )
     like = X if X.dtype == torch.promote_types(X.dtype, Y.dtype) else Y
     with autocast_off(X.device):
-        points = (_wide(X), _wide(Y), None if weights is None else _wide(weights))
-        wide = _aligned(*points, scale, translation, X.shape[-1] * torch.finfo(at_least_float32(like.dtype)).eps)
+        wide_weights = None if weights is None else _wide(weights)
+        wide = _aligned(
+            _wide(X),
+            _wide(Y),
+            wide_weights,
+            scale,
+            translation,
+            X.shape[-1] * torch.finfo(at_least_float32(like.dtype)).eps,
+        )
         return Alignment(*(narrow(part, like) for part in wide))
 
 
