@@ -29,6 +29,7 @@ BEYOND_THE_LIBRARY = {
     "test_notebooks.py",
     "test_package.py",
     "test_pictures.py",
+    "test_site.py",
     "test_study.py",
 }
 
