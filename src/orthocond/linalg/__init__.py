@@ -15,6 +15,7 @@ from orthocond.linalg._powers import matrix_exph, matrix_functionh, matrix_logh,
 from orthocond.linalg._projector import spectral_projector, top_eigenvector
 from orthocond.linalg._roots import SOLVERS, matrix_inv_sqrth, matrix_sqrth, matrix_sqrth_pair
 from orthocond.linalg._rotation import Alignment, nearest_rotation, procrustes
+from orthocond.linalg._smaller_side import covariance_sqrth
 from orthocond.linalg._spectrum import Spectrum, spectrum
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Spectrum",
     "bures_distance",
     "covariance",
+    "covariance_sqrth",
     "frechet_distance",
     "gaussian_frechet_distance",
     "matrix_exph",

@@ -9,7 +9,7 @@ from orthocond._core.applying import applied, is_plain
 from orthocond._core.precision import at_least_float32, autocast_off, lift, widen
 from orthocond.errors import ArgumentError, check_matrix
 
-__all__ = ["centred", "covariance", "noise_floor", "sum_of_products", "trace"]
+__all__ = ["centred", "check_samples", "covariance", "noise_floor", "sum_of_products", "trace"]
 
 _LONGEST = 4096
 """How many terms a sum may have: a million of them, added by one product of float32, lose three digits."""
@@ -45,12 +45,7 @@ def covariance(X: Tensor, *, dim: int = -1) -> Tensor:
         tensor([[1., 2.],
                 [2., 4.]])
     """
-    check_matrix(X, "covariance", allow_complex=True)
-    if not -X.ndim <= dim < X.ndim:
-        raise ArgumentError(f"covariance got dim={dim} for X of shape {tuple(X.shape)}; pass the samples' dimension.")
-    num_samples = X.shape[dim]
-    if num_samples == 0:
-        raise ArgumentError(f"covariance expected at least one sample, got {tuple(X.shape)} with dim={dim}.")
+    check_samples(X, dim, "covariance")
     with autocast_off(X.device):
         samples = lift(X.movedim(dim, -1))
         # A compiler plans the memory of plain operations itself, and takes no function with a forward derivative; nor
@@ -59,7 +54,16 @@ def covariance(X: Tensor, *, dim: int = -1) -> Tensor:
         return P.to(X.dtype)
 
 
-def noise_floor(mean: Tensor, trace: Tensor, dtype: torch.dtype) -> Tensor:
+def check_samples(X: Tensor, dim: int, caller: str) -> None:
+    """Raise unless ``X`` holds samples along ``dim``."""
+    check_matrix(X, caller, allow_complex=True)
+    if not -X.ndim <= dim < X.ndim:
+        raise ArgumentError(f"{caller} got dim={dim} for X of shape {tuple(X.shape)}; pass the samples' dimension.")
+    if X.shape[dim] == 0:
+        raise ArgumentError(f"{caller} expected at least one sample, got {tuple(X.shape)} with dim={dim}.")
+
+
+def noise_floor(mean: Tensor, trace: Tensor | None, dtype: torch.dtype) -> Tensor:
     r"""Return the largest eigenvalue ``(...)`` of a covariance that the rounding of its features alone can explain.
 
     .. math:: u^2 |\mu|^2
@@ -76,12 +80,12 @@ def noise_floor(mean: Tensor, trace: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         mean: means of the features ``(..., d)``.
-        trace: traces of the covariances ``(...)``.
+        trace: traces of the covariances ``(...)``; needed for half types alone.
         dtype: what the features were stored in.
     """
     squared_mean = widen(mean.detach()).abs().square().sum(-1)
     floor = _roundoff(at_least_float32(dtype)) ** 2 * squared_mean
-    if dtype == at_least_float32(dtype):
+    if dtype == at_least_float32(dtype) or trace is None:
         return floor
     coarse = _roundoff(dtype) ** 2 * squared_mean
     return torch.where(trace.detach().to(coarse) <= coarse, coarse, floor)

@@ -21,7 +21,7 @@ from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen, spectral_functio
 from orthocond.linalg._gradients import GRADIENTS, differences
 from orthocond.linalg._solver import Solver
 
-__all__ = ["EIGEN_SOLVERS", "batched", "eigen_vjp", "function_of", "product", "symmetric"]
+__all__ = ["EIGEN_SOLVERS", "batched", "eigen_derivatives", "eigen_vjp", "function_of", "product", "symmetric"]
 
 # An asymmetry, or a negative eigenvalue, beyond this is more than the rounding of a covariance in the dtype. Matrices
 # in float64 often come from float32.
@@ -70,6 +70,15 @@ def eigen_vjp(A: Tensor, function: Chosen, G: Tensor, *, rtol: float) -> tuple[T
     """Return ``f(A)`` and its derivative applied to ``G``, both differentiable again."""
     value, eigenvalues, U = applied(_Spectral, A, None, (function,), "eigh", "exact", 0.0, rtol)
     return value, applied(_Derivative, A, G, eigenvalues, U, None, function, "exact", 0.0, rtol)
+
+
+def eigen_derivatives(
+    A: Tensor, function: Chosen, G: Tensor, H: Tensor, *, eps: float, rtol: float | None, floor: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``D1(A + eps I)[G]``, ``D1(A + eps I)[H]`` and ``D2(A + eps I)[G, H]``, all differentiable again."""
+    _, eigenvalues, U = applied(_Spectral, A, floor, (function,), "eigh", "exact", eps, rtol)
+    first = (applied(_Derivative, A, each, eigenvalues, U, floor, function, "exact", eps, rtol) for each in (G, H))
+    return *first, applied(_SecondDerivative, A, G, H, eigenvalues, U, floor, function, eps, rtol)
 
 
 def function_of(U: Tensor, parts: Split, function: Chosen) -> Tensor:

@@ -1,5 +1,7 @@
 """The square root and the inverse square root of a covariance, and the solvers to choose from."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from orthocond.linalg._eigen import EIGEN_SOLVERS
 from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen, SpectralFunction, chosen_function, spectral_function
 from orthocond.linalg._gradients import GRADIENTS
 from orthocond.linalg._iterative import ITERATIVE_SOLVERS
+from orthocond.linalg._solver import Solver
 
 __all__ = [
     "SOLVERS",
@@ -19,6 +22,7 @@ __all__ = [
     "matrix_inv_sqrth",
     "matrix_sqrth",
     "matrix_sqrth_pair",
+    "resolved",
     "spectral",
 ]
 
@@ -141,6 +145,26 @@ def spectral(
     but noise.
     """
     check_square(A, caller, allow_complex=True)
+    entry, options, chosen, rtol = resolved(caller, A, functions, solver, gradient, eps, rtol)
+    results, eigenvalues = entry.solve(A, chosen, gradient=gradient, eps=eps, rtol=rtol, floor=floor, **options)
+    notify(caller, A, eigenvalues, eps)
+    return results, eigenvalues
+
+
+def resolved(
+    caller: str,
+    A: Tensor,
+    functions: tuple[Chosen | str, ...],
+    solver: str,
+    gradient: str,
+    eps: float,
+    rtol: float | None,
+) -> tuple[Solver, dict[str, Any], tuple[Chosen, ...], float | None]:
+    """Return the solver with its options, the functions as data, and ``rtol`` with its default filled in.
+
+    Raises:
+        ArgumentError: an unknown choice, a negative ``eps`` or ``rtol``, or options that exclude each other.
+    """
     check_nonnegative(eps, "eps", caller)
     if rtol is not None:
         check_nonnegative(rtol, "rtol", caller)
@@ -160,9 +184,7 @@ def spectral(
         rtol = (rtol or None) if keeps_all else default_rtol(A, rtol)
     else:
         _check_without_eigenvalues(caller, entry.name, function, gradient, rtol)
-    results, eigenvalues = entry.solve(A, chosen, gradient=gradient, eps=eps, rtol=rtol, floor=floor, **options)
-    notify(caller, A, eigenvalues, eps)
-    return results, eigenvalues
+    return entry, options, chosen, rtol
 
 
 def _check_without_eigenvalues(

@@ -5,8 +5,7 @@ from torch import Tensor
 from orthocond._core.applying import changeable
 from orthocond._core.precision import autocast_off, lift, narrow
 from orthocond.errors import ArgumentError, check_floating
-from orthocond.linalg import covariance
-from orthocond.linalg._covariance import centred, noise_floor, trace
+from orthocond.linalg._covariance import centred
 from orthocond.nn._meta import MetaLayer
 
 __all__ = ["WhiteningColoring2d", "whiten_color"]
@@ -18,7 +17,8 @@ class WhiteningColoring2d(MetaLayer):
     .. math:: y = P_s^{1/2} P_c^{-1/2} (x - \mu_c) + \mu_s
 
     where :math:`P_c, \mu_c` are covariance and mean of the content's channels and :math:`P_s, \mu_s` those of the
-    style's. Directions in which the content does not vary stay at the style's mean.
+    style's. Directions in which the content does not vary stay at the style's mean. A feature map with fewer positions
+    than channels costs the decomposition of a matrix of its positions.
 
     *Gradient:* exact with respect to both, finite for singular covariances.
 
@@ -40,6 +40,7 @@ class WhiteningColoring2d(MetaLayer):
 
     Example:
         >>> import torch
+        >>> from orthocond.linalg import covariance
         >>> content, style = torch.randn(2, 4, 8, 8), 3 + 2 * torch.randn(1, 4, 16, 16)
         >>> y = WhiteningColoring2d()(content, style)
         >>> torch.allclose(covariance(y.flatten(2)), covariance(style.flatten(2)), atol=1e-4)
@@ -64,11 +65,8 @@ class WhiteningColoring2d(MetaLayer):
                 f"{tuple(content.shape)} and {tuple(style.shape)}; take both from the same layer."
             )
         x, z = lift(content.flatten(2)), lift(style.flatten(2))
-        P, to = covariance(x), covariance(z)
-        noise = noise_floor(x.mean(-1), trace(P), content.dtype)
-        (whitening,), eigenvalues = self._root(P, ("inv_sqrt",), noise)
-        self._keep_spectrum(P, eigenvalues, noise)
-        (coloring,), _ = self._root(to, ("sqrt",), noise_floor(z.mean(-1), trace(to), style.dtype))
+        coloring, _ = self._root_of_samples(z, "sqrt")
+        whitening, _ = self._root_of_samples(x, "inv_sqrt")
         with autocast_off(x.device):
             y = (coloring @ whitening) @ centred(x) + z.mean(-1, keepdim=True)
         return changeable(narrow(y, content).reshape(content.shape))

@@ -1,11 +1,14 @@
 """What every meta-layer has: the options of its root, and the eigenvalues of its last training batch."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from orthocond.errors import NonFiniteError
 from orthocond.linalg import spectrum
 from orthocond.linalg._roots import spectral
+from orthocond.linalg._smaller_side import spectral_of_samples
 
 __all__ = ["MetaLayer"]
 
@@ -72,14 +75,25 @@ class MetaLayer(nn.Module):
         except NonFiniteError as error:
             raise NonFiniteError(f"{name}({self.extra_repr()}): {error}") from None
 
+    def _root_of_samples(self, X: Tensor, function: str) -> tuple[Tensor, Tensor | None]:
+        """Return a function of the covariances of samples ``(..., C, N)``, and the eigenvalues; keep these."""
+        name = type(self).__name__
+        options: dict[str, Any] = {"solver": self.solver, "gradient": self.gradient, "eps": self.eps, "rtol": self.rtol}
+        try:
+            value, eigenvalues, P, noise = spectral_of_samples(name, X, function, **options)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{name}({self.extra_repr()}): {error}") from None
+        self._keep_spectrum(P, eigenvalues, noise)
+        return value, eigenvalues
+
     def _check_options(self, functions: tuple[str, ...] = ("sqrt",)) -> None:
         """Raise for a wrong combination of options now, not in training."""
         self._root(torch.eye(1, dtype=torch.float64), functions)
 
-    def _keep_spectrum(self, covariance: Tensor, eigenvalues: Tensor | None, noise: Tensor) -> None:
+    def _keep_spectrum(self, covariance: Tensor | None, eigenvalues: Tensor | None, noise: Tensor) -> None:
         """Keep the eigenvalues, given in ascending order, or for want of them the covariance, and its noise."""
         if not self.training or torch.compiler.is_exporting():
             return
         self._eigenvalues = None if eigenvalues is None else eigenvalues.detach().flip(-1)
-        self._covariance = covariance.detach() if eigenvalues is None else None
+        self._covariance = covariance.detach() if eigenvalues is None and covariance is not None else None
         self._noise = noise

@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor
 
-from orthocond._core.precision import lift, narrow
 from orthocond.errors import ArgumentError, check_floating
-from orthocond.linalg import covariance
-from orthocond.linalg._covariance import noise_floor, trace
 from orthocond.nn._meta import MetaLayer
 
 __all__ = ["CovariancePool2d"]
@@ -17,7 +14,8 @@ class CovariancePool2d(MetaLayer):
 
     .. math:: Q = f(X J X^T + \epsilon I), \quad X \in \mathbb{R}^{C \times HW}, \quad f(x) = x^{1/2}
 
-    The descriptor of the classifier in place of average pooling: it holds how the channels vary together.
+    The descriptor of the classifier in place of average pooling: it holds how the channels vary together. With fewer
+    positions than channels it costs the decomposition of a matrix of the positions, not of the channels.
 
     *Gradient:* exact, and finite when there are fewer positions than channels (``H W < C``), where the covariance is
     singular: its null space maps to zero, in the gradient too.
@@ -70,17 +68,12 @@ class CovariancePool2d(MetaLayer):
         check_floating(x, "CovariancePool2d")
         if x.ndim != 4:
             raise ArgumentError(f"CovariancePool2d expected input (B, C, H, W), got {tuple(x.shape)}; pass features.")
-        samples = lift(x.flatten(2))
-        P = covariance(samples)  # a half type would overflow where its features don't
-        noise = noise_floor(samples.mean(-1), trace(P), x.dtype)
-        (Q,), eigenvalues = self._root(P, (self.function,), noise)
-        self._keep_spectrum(P, eigenvalues, noise)
-        Q = narrow(Q, x)
+        Q, eigenvalues = self._root_of_samples(x.flatten(2), self.function)
         if not self.vectorize:
             # An iteration needs its result again for the gradient, and the caller may change it in place.
-            return Q.clone() if eigenvalues is None and Q.dtype == P.dtype else Q
+            return Q.clone() if eigenvalues is None else Q
         row, column = torch.triu_indices(Q.shape[-2], Q.shape[-1], device=Q.device)
-        return Q[:, row, column]
+        return Q.flatten(1).index_select(1, row * Q.shape[-1] + column)
 
     def extra_repr(self) -> str:
         """Return the options."""

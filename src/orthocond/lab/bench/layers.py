@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from orthocond.lab.bench.measure import Budget, Contestant, alternate, forward_backward, once, saved_bytes, spread
 from orthocond.lab.bench.peers import orthogonal_parametrizations
+from orthocond.linalg import covariance, matrix_sqrth
 from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm2d, fold, is_orthogonal, orthogonal_weight
 
 __all__ = ["Cell", "UsualWhitening", "cells", "measure"]
 
+_POOLED = [(32, 128, 14, 14), (32, 256, 14, 14), (32, 256, 7, 7), (8, 512, 7, 7)]
 _LAYOUTS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
 
 
@@ -38,9 +40,10 @@ def cells(*, quick: bool) -> Iterator[Cell]:
     for shape in [(4, 16, 8, 8)] if quick else [(64, 64, 32, 32), (128, 64, 32, 32)]:
         for layout in _LAYOUTS:
             yield from (Cell("norm", shape, layout, mode) for mode in ("training", "eval"))
-    image, pooled = ((2, 16, 8, 8), (2, 16, 8, 8)) if quick else ((32, 64, 32, 32), (32, 128, 14, 14))
-    yield from (Cell("folded", image, layout, "eval") for layout in _LAYOUTS)
-    yield from (Cell("pool", pooled, mode=mode) for mode in ("training", "eval"))
+    yield from (Cell("folded", (2, 16, 8, 8) if quick else (32, 64, 32, 32), layout, "eval") for layout in _LAYOUTS)
+    # With fewer positions than channels, as in the paper's ImageNet head, the smaller side is that of the positions.
+    for pooled in [(2, 16, 8, 8), (2, 16, 3, 3)] if quick else _POOLED:
+        yield from (Cell("pool", pooled, mode=mode) for mode in ("training", "eval"))
     yield Cell("operator", (2, 3, 8, 8) if quick else (32, 3, 32, 32))
     for weight in [(16, 8)] if quick else [(64, 27), (256, 256), (256, 576)]:
         yield from (Cell("weight", weight, mode=mode) for mode in ("training", "eval"))
@@ -140,10 +143,19 @@ def _pools(cell: Cell) -> dict[str, _Entry]:
     layers = {
         "AdaptiveAvgPool2d": nn.AdaptiveAvgPool2d(1),
         "CovariancePool2d": CovariancePool2d(),
+        "the same, by the whole covariance": WholePool(),
         "the same, newton_schulz inside": CovariancePool2d(eps=1e-5, solver="newton_schulz"),
         "covariance as usually written, autograd through eigh": UsualPool(),
     }
     return {name: _entry(layer, cell) for name, layer in layers.items()}
+
+
+class WholePool(nn.Module):
+    """Covariance pooling by the root of the whole covariance, whichever side of the features is the smaller."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the upper triangles of the roots of the covariances of ``x`` ``(N, C, H, W)``."""
+        return _upper_triangle(matrix_sqrth(covariance(x.flatten(2))))
 
 
 class UsualPool(nn.Module):
@@ -159,8 +171,12 @@ class UsualPool(nn.Module):
         X = X - X.mean(-1, keepdim=True)
         eigenvalues, U = torch.linalg.eigh(X @ X.mT / X.shape[-1])
         Q: Tensor = (U * (eigenvalues.clamp(min=0) + self.eps).sqrt().unsqueeze(-2)) @ U.mT
-        row, column = torch.triu_indices(Q.shape[-1], Q.shape[-1], device=Q.device)
-        return Q[:, row, column]
+        return _upper_triangle(Q)
+
+
+def _upper_triangle(Q: Tensor) -> Tensor:
+    row, column = torch.triu_indices(Q.shape[-1], Q.shape[-1], device=Q.device)
+    return Q[:, row, column]
 
 
 def _operators(cell: Cell) -> dict[str, _Entry]:

@@ -1,0 +1,263 @@
+"""Functions of the covariance of few samples, at the cost of the smaller side of the features.
+
+With centred features ``Y`` ``(d, N)``, divided by the root of ``N``, the covariance is ``P = Y Y^H``, and
+
+    f(Y Y^H) = f(0) I + Y g(Y^H Y) Y^H,    g(l) = (f(l) - f(0)) / l
+
+so with fewer samples than features the ``N x N`` Gram matrix ``K = Y^H Y = V diag(l) V^H`` is all that is decomposed.
+With ``T = Y V``, whose columns have the lengths ``sqrt(l)``, and the divided differences ``D`` of ``g``,
+
+    f(P) = f(0) I + T diag(g) T^H,    dY = 2 [(G T) diag(g) + T (D o (T^H G T))] V^H
+
+for an incoming Hermitian ``G``. Nothing is divided by the length of a column, and what rounding does to a column is
+relative to that length. So the products with ``d x d`` matrices may be taken in the precision of the features, where
+the Gram matrix and its decomposition need float64.
+
+The differences of ``g`` are those of ``f`` with one point at zero: ``g(l_i) = f[l_i, 0]``, ``D_ij = f[l_i, l_j, 0]``. A
+zero eigenvalue, where the function drops it, counts as one that is dropped: then ``f(0) = 0``.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orthocond._core import private
+from orthocond._core.applying import applied
+from orthocond._core.observing import notify
+from orthocond._core.overriding import overridable
+from orthocond._core.precision import autocast_off, finite, lift, narrow, widen
+from orthocond.linalg._covariance import check_samples, covariance, noise_floor
+from orthocond.linalg._decompose import DECOMPOSITIONS, decompose
+from orthocond.linalg._differences import Split, first_differences, split, values
+from orthocond.linalg._eigen import Context, batched, eigen_derivatives, symmetric
+from orthocond.linalg._functions import SQRT, Chosen, spectral_function
+from orthocond.linalg._roots import resolved, spectral
+
+__all__ = ["covariance_sqrth", "spectral_of_samples"]
+
+_WORTHWHILE = 0.9
+"""Up to so many samples for each feature, the Gram matrix is the cheaper one to decompose."""
+
+
+def covariance_sqrth(
+    X: Tensor,
+    *,
+    dim: int = -1,
+    solver: str = "eigh",
+    gradient: str = "exact",
+    eps: float = 0.0,
+    rtol: float | None = None,
+) -> Tensor:
+    r"""Return the square root of the covariance of samples, at the cost of the smaller side of ``X``.
+
+    .. math:: Q = (X J X^T + \epsilon I)^{1/2}
+
+    It is ``matrix_sqrth(covariance(X))``, with eigenvalues below the rounding noise of the features dropped. With fewer
+    samples than features it decomposes the Gram matrix of the samples instead, by
+    :math:`f(Y Y^T) = f(0) I + Y g(Y^T Y) Y^T` with :math:`g(\lambda) = (f(\lambda) - f(0)) / \lambda`.
+
+    *Gradient:* exact with respect to the features, finite at rank loss and at repeated eigenvalues. Second derivatives
+    and forward mode take the covariance itself, at its full cost.
+
+    Args:
+        X: features ``(..., d, N)`` with the samples last, real or complex; in general the samples lie along ``dim`` and
+            the features along the last of the other dimensions, as in `covariance`.
+        dim: the dimension of the samples.
+        solver: one of `SOLVERS`; those without eigenvalues take the covariance itself.
+        gradient: one of `GRADIENTS`; the rules other than ``"exact"`` take the covariance itself.
+        eps: added to the eigenvalues.
+        rtol: as in `matrix_sqrth`, of the ``d`` eigenvalues of the covariance.
+
+    Returns:
+        The roots ``(..., d, d)``, in the dtype and on the device of ``X``.
+
+    Raises:
+        As `covariance` and `matrix_sqrth`.
+
+    Reference:
+        Higham, Functions of Matrices, 2008, theorem 1.35; Song, Sebe, Wang 2022, eqs. 2 and 4.
+
+    Example:
+        Two samples of three features: a 2x2 matrix is decomposed.
+
+        >>> covariance_sqrth(torch.tensor([[1.0, 3.0], [0.0, 0.0], [2.0, 2.0]]))
+        tensor([[1., 0., 0.],
+                [0., 0., 0.],
+                [0., 0., 0.]])
+    """
+    check_samples(X, dim, "covariance_sqrth")
+    Q, *_ = spectral_of_samples(
+        "covariance_sqrth", X.movedim(dim, -1), SQRT, solver=solver, gradient=gradient, eps=eps, rtol=rtol
+    )
+    return Q
+
+
+@overridable
+def spectral_of_samples(
+    caller: str,
+    X: Tensor,
+    function: Chosen | str,
+    *,
+    solver: str = "eigh",
+    gradient: str = "exact",
+    eps: float = 0.0,
+    rtol: float | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Return ``f(covariance(X) + eps I)`` of samples in the last dimension, its eigenvalues, the covariance, its noise.
+
+    It does what `spectral` does with the covariance and its `noise_floor`, at the cost of the smaller side. The
+    eigenvalues ``(..., d)`` are None where the solver has none, and the covariance is None where it was not needed.
+    """
+    entry, _, (chosen,), cut = resolved(caller, X.mT, (function,), solver, gradient, eps, rtol)
+    is_covered = entry.name in DECOMPOSITIONS and gradient == "exact" and not private.forward_mode_is_on()
+    with autocast_off(X.device):
+        samples = lift(X)  # a half type would overflow where its features don't
+        is_half = samples.dtype != X.dtype
+        noise = noise_floor(samples.mean(-1), samples.var(-1, correction=0).sum(-1) if is_half else None, X.dtype)
+        if not is_covered or X.shape[-1] > _WORTHWHILE * X.shape[-2]:
+            P = covariance(samples)
+            options: dict[str, Any] = {"solver": solver, "gradient": gradient, "eps": eps, "rtol": rtol}
+            (value,), eigenvalues = spectral(caller, P, (chosen,), floor=noise, **options)
+            return narrow(value, X), eigenvalues, P, noise
+        value, eigenvalues, *_ = applied(_OfSamples, samples, noise, chosen, entry.name, eps, cut)
+    notify(caller, X.mT, eigenvalues, eps)
+    return narrow(value, X), eigenvalues, None, noise
+
+
+class _OfSamples(torch.autograd.Function):
+    """``X -> f(covariance(X) + eps I)``, with its eigenvalues, and ``T``, ``V`` and the eigenvalues of the samples.
+
+    ``T`` is divided by a power of two near its largest singular value, so that any features have products that fit.
+    """
+
+    @staticmethod
+    def forward(
+        X: Tensor, floor: Tensor | None, function: Chosen, method: str, eps: float, rtol: float | None
+    ) -> tuple[Tensor, ...]:
+        wide = widen(X)
+        Y = (wide - wide.mean(-1, keepdim=True)).div_(X.shape[-1] ** 0.5)
+        l, V = decompose(Y.mH @ Y, method)
+        l = l.clamp(min=0)
+        parts = _with_zero(l, floor, function, eps, rtol)
+        f = values(parts, function)
+        # What cancels here is as small against f(0) as the column that it multiplies.
+        g = (f[..., 1:] - f[..., :1]) / torch.where(l > 0, l, torch.inf)
+        scale = _scale(l)
+        T = (Y @ V).div_(scale).to(X)
+        value = finite((T * _scaled(g, scale, T).unsqueeze(-2)) @ T.mH)
+        if parts.kept is None:  # otherwise f(0) = 0
+            value.diagonal(dim1=-2, dim2=-1).add_(f[..., :1].to(value))
+        zeros = l.new_zeros(*l.shape[:-1], X.shape[-2] - X.shape[-1])
+        return value, torch.cat([zeros, l], -1), T, V.to(X), l
+
+    @staticmethod
+    def setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        X, floor, ctx.function, _, ctx.eps, ctx.rtol = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(X, floor, *output[2:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Context, G: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if G is None:
+            return (None,) * 6
+        X, *saved = ctx.saved_tensors
+        with autocast_off(X.device):
+            to_X = applied(_Slope, X, G, *saved, ctx.function, ctx.eps, ctx.rtol)
+        return to_X, None, None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        output = applied(_OfSamples, *batched(info.batch_size, in_dims[:2], inputs[:2]), *inputs[2:])
+        return output, (0,) * len(output)
+
+
+class _Slope(torch.autograd.Function):
+    """``(X, G) -> dX``, the gradient of ``<G, f(covariance(X) + eps I)>``."""
+
+    @staticmethod
+    def forward(
+        X: Tensor,
+        G: Tensor,
+        floor: Tensor | None,
+        T: Tensor,
+        V: Tensor,
+        l: Tensor,
+        function: Chosen,
+        eps: float,
+        rtol: float | None,
+    ) -> Tensor:
+        g, D = _differences(l, _with_zero(l, floor, function, eps, rtol), function)
+        scale = _scale(l)
+        GT = G @ T + G.mH @ T  # of the Hermitian part, twice; to form that part takes longer
+        inner = finite(((T.mH @ GT).to(D.device) * (D * scale.pow(4))).to(X))  # D o (T^H G T)
+        to_Y = (GT * _scaled(g, scale, T).unsqueeze(-2) + T @ inner) @ V.mH
+        return finite(to_Y * (1 / (scale * X.shape[-1] ** 0.5)).to(X.device, T.real.dtype))
+
+    @staticmethod
+    def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
+        X, G, floor, *_, ctx.function, ctx.eps, ctx.rtol = inputs
+        ctx.save_for_backward(X, G, floor)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Context, H: Tensor | None) -> tuple[Any, ...]:
+        """With ``dX = 2 D1(P)[G] Y`` and ``L = H Y^H + Y H^H``: ``dG = D1[L]``, ``dX = 2 (D1[G] H + D2[G, L] Y)``."""
+        if H is None:
+            return (None,) * 9
+        X, G, floor = ctx.saved_tensors
+        with autocast_off(X.device):
+            wide, along, num = widen(X), widen(H), X.shape[-1]
+            Y, along = (each - each.mean(-1, keepdim=True) for each in (wide, along))
+            outer = along @ Y.mH / num
+            options = {"eps": ctx.eps, "rtol": ctx.rtol, "floor": floor}
+            along_G, to_G, second = eigen_derivatives(
+                Y @ Y.mH / num, ctx.function, symmetric(widen(G)), outer + outer.mH, **options
+            )
+            to_X = (along_G @ along + second @ Y) * (2 / num)
+            return narrow(to_X, X), narrow(to_G, G), None, None, None, None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        return applied(_Slope, *batched(info.batch_size, in_dims[:6], inputs[:6]), *inputs[6:]), 0
+
+
+def _with_zero(l: Tensor, floor: Tensor | None, function: Chosen, eps: float, rtol: float | None) -> Split:
+    """Return the eigenvalues of the samples, and in front of them a zero for those of all other directions, split."""
+    points = torch.cat([torch.zeros_like(l[..., :1]), l], -1)
+    return split(points, eps, rtol, floor, whole_line=spectral_function(function)[0].whole_line)
+
+
+def _differences(l: Tensor, parts: Split, function: Chosen) -> tuple[Tensor, Tensor]:
+    """Return ``g`` ``(..., N)`` and its divided differences ``D`` ``(..., N, N)``.
+
+    ``D_ij = (f[l_i, l_j] - f[m, 0]) / M`` with the smaller ``m`` and the larger ``M`` of the two eigenvalues: the order
+    without cancellation for the roots. Where it does cancel, ``M`` is small against ``eps``, and so is what ``D``
+    multiplies.
+    """
+    F = first_differences(parts, function)
+    g = F[..., 0, 1:]
+    is_upper = torch.ones_like(F[..., 1:, 1:], dtype=torch.bool).triu_()  # there j, the column, has the larger one
+    of_smaller = torch.where(is_upper, g.unsqueeze(-1), g.unsqueeze(-2))
+    larger = torch.where(is_upper, l.unsqueeze(-2), l.unsqueeze(-1))
+    F = F[..., 1:, 1:]
+    D = (F - of_smaller) / torch.where(larger > 0, larger, torch.inf)
+    if parts.kept is None or parts.cutoff is None:
+        return g, D
+    # From a dropped row to a kept column across a gap below the cut-off, where F is bounded and no quotient any more.
+    smaller = torch.where(is_upper, l.unsqueeze(-1), torch.inf)
+    kept = parts.kept[..., 1:]
+    is_bounded = ~kept.unsqueeze(-1) & kept.unsqueeze(-2) & (larger - smaller < parts.cutoff.unsqueeze(-1))
+    return g, torch.where(is_bounded & (smaller > 0), (F - g.unsqueeze(-2)) / smaller, D)
+
+
+def _scaled(g: Tensor, scale: Tensor, T: Tensor) -> Tensor:
+    """Return ``g`` for a ``T`` that was divided by its scale, in the precision of ``T``."""
+    return finite((g * scale.square().squeeze(-1)).to(T.device, T.real.dtype))
+
+
+def _scale(l: Tensor) -> Tensor:
+    """Return powers of two ``(..., 1, 1)`` near the square root of the largest eigenvalue; 1 where that is zero."""
+    largest = l[..., -1:].unsqueeze(-1)
+    return torch.exp2(torch.where(largest > 0, largest, 1.0).log2().mul_(0.5).round_())
