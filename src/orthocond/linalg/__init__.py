@@ -12,6 +12,7 @@ from orthocond.linalg._functions import FUNCTIONS
 from orthocond.linalg._gradients import GRADIENTS
 from orthocond.linalg._polar import POLAR_SOLVERS, nearest_orthogonal
 from orthocond.linalg._powers import matrix_exph, matrix_functionh, matrix_logh, matrix_powerh
+from orthocond.linalg._products import solver_fallbacks
 from orthocond.linalg._projector import spectral_projector, top_eigenvector
 from orthocond.linalg._roots import SOLVERS, matrix_inv_sqrth, matrix_sqrth, matrix_sqrth_pair
 from orthocond.linalg._rotation import Alignment, nearest_rotation, procrustes
@@ -41,6 +42,7 @@ __all__ = [
     "nearest_rotation",
     "procrustes",
     "solver_failures",
+    "solver_fallbacks",
     "spectral_projector",
     "spectrum",
     "top_eigenvector",

@@ -21,7 +21,16 @@ from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen, spectral_functio
 from orthocond.linalg._gradients import GRADIENTS, differences
 from orthocond.linalg._solver import Solver
 
-__all__ = ["EIGEN_SOLVERS", "batched", "eigen_derivatives", "eigen_vjp", "function_of", "product", "symmetric"]
+__all__ = [
+    "EIGEN_SOLVERS",
+    "batched",
+    "eigen_derivatives",
+    "eigen_functions",
+    "eigen_vjp",
+    "function_of",
+    "product",
+    "symmetric",
+]
 
 # An asymmetry, or a negative eigenvalue, beyond this is more than the rounding of a covariance in the dtype. Matrices
 # in float64 often come from float32.

@@ -23,7 +23,7 @@ from orthocond.linalg._eigen import Context, batched, function_of, symmetric
 from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen
 from orthocond.linalg._solver import Solver
 
-__all__ = ["ITERATIVE_SOLVERS"]
+__all__ = ["ITERATIVE_SOLVERS", "is_above"]
 
 Pair = Callable[..., tuple[Tensor, Tensor]]
 
@@ -44,7 +44,7 @@ def iterative_roots(
 
     A matrix below its ``floor`` counts as zero. ``gradient`` and ``rtol`` are for solvers by eigenvalues.
     """
-    is_signal = None if floor is None else _is_above(A, floor, eps)
+    is_signal = None if floor is None else is_above(A, floor, eps)
     if is_signal is not None:
         A = torch.where(is_signal, A, torch.eye(A.shape[-1], dtype=A.dtype, device=A.device))
     with autocast_off(A.device):
@@ -53,7 +53,7 @@ def iterative_roots(
     return tuple(result if is_signal is None else result * is_signal for result in results), None
 
 
-def _is_above(A: Tensor, floor: Tensor, eps: float) -> Tensor:
+def is_above(A: Tensor, floor: Tensor, eps: float) -> Tensor:
     """Return ``(..., 1, 1)`` whether matrices exceed their noise, or ``eps`` does."""
     norm: Tensor = torch.linalg.matrix_norm(A.detach().abs().to(floor))
     return ((norm > floor) | (floor <= eps)).unsqueeze(-1).unsqueeze(-1)
@@ -150,11 +150,14 @@ class _IterativeRoots(torch.autograd.Function):
         Q, S = ctx.saved_tensors
         with autocast_off(Q.device):
             G = torch.zeros_like(Q)
+            # Divided by the largest of S, for which the product below could overflow on the way.
+            largest = S.detach().abs().amax((-2, -1), keepdim=True).clamp(min=1.0) if S.numel() else _norm(S)
             if GQ is not None:
-                G = G + symmetric(GQ)
+                G = G + symmetric(GQ) / largest / largest
             if GS is not None:
-                G = G - S @ symmetric(GS) @ S
-            return _on_support(Q, S, applied(_Lyapunov, Q, G, ctx.iterations)), None, None, None, None
+                G = G - (S / largest) @ symmetric(GS) @ (S / largest)
+            X = finite(applied(_Lyapunov, Q, G, ctx.iterations) * largest)
+            return _on_support(Q, S, finite(X * largest)), None, None, None, None
 
     @staticmethod
     def tangent(ctx: Context, saved: tuple[Tensor, Tensor], direction: Tensor, *_: None) -> tuple[Tensor, Tensor]:
@@ -217,16 +220,27 @@ class _Lyapunov(torch.autograd.Function):
 
 
 def _iterate(B: Tensor, solver: str, iterations: int, degree: int) -> tuple[Tensor, Tensor]:
-    norm = _norm(B)
+    # A power of four brings any size to where its norm and roots can be computed; its own root is exact.
+    root_scale = _root_scale(B)
+    scaled = B * root_scale * root_scale
+    norm = _norm(scaled)
     nonzero = norm > 0
     norm = torch.where(nonzero, norm, 1.0)
-    Y, Z = PAIRS[solver](B / norm, iterations, degree)
-    Q, S = Y * (nonzero * norm.sqrt()), Z * (nonzero * norm.rsqrt())
+    Y, Z = PAIRS[solver](scaled / norm, iterations, degree)
+    Q, S = Y * (nonzero * norm.sqrt()) / root_scale, Z * (nonzero * norm.rsqrt()) * root_scale
     # The root of a matrix of norm 1 has the norm n^(1/4) at most; a comparison with NaN is false.
     converged = torch.linalg.matrix_norm(Y) <= 1.1 * B.shape[-1] ** 0.25
     if B.is_meta or converged.all():
         return Q, S
     return _rescued(B, Q, S, ~converged, solver)
+
+
+def _root_scale(B: Tensor) -> Tensor:
+    """Return powers of two ``(..., 1, 1)`` whose squares bring the largest entry of each matrix to [1/4, 1]."""
+    if not B.numel():
+        return B.new_ones((*B.shape[:-2], 1, 1))
+    largest = B.abs().amax((-2, -1), keepdim=True)
+    return torch.exp2(-(torch.where(largest > 0, largest, 1.0).log2() / 2).ceil())
 
 
 @torch.library.custom_op("orthocond::iterate", mutates_args=())

@@ -14,6 +14,7 @@ from orthocond.linalg._eigen import EIGEN_SOLVERS
 from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen, SpectralFunction, chosen_function, spectral_function
 from orthocond.linalg._gradients import GRADIENTS
 from orthocond.linalg._iterative import ITERATIVE_SOLVERS
+from orthocond.linalg._products import PRODUCTS_SOLVERS
 from orthocond.linalg._solver import Solver
 
 __all__ = [
@@ -27,12 +28,12 @@ __all__ = [
 ]
 
 
-SOLVERS = frozen(*EIGEN_SOLVERS, *ITERATIVE_SOLVERS)
+SOLVERS = frozen(*EIGEN_SOLVERS, *ITERATIVE_SOLVERS, *PRODUCTS_SOLVERS)
 """The solvers by name. Write one as ``solver="eigh"`` or ``solver="newton_schulz(iterations=20)"``.
 
 Example:
     >>> list(SOLVERS)
-    ['eigh', 'svd', 'newton_schulz', 'pade']
+    ['eigh', 'svd', 'newton_schulz', 'pade', 'products']
     >>> SOLVERS["pade"].options["degree"], SOLVERS["pade"].has_eigenvalues
     (5, False)
 """
