@@ -1,16 +1,21 @@
 """What every meta-layer has: the options of its root, and the eigenvalues of its last training batch."""
 
+import math
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from orthocond.errors import NonFiniteError
-from orthocond.linalg import spectrum
+from orthocond.errors import NonFiniteError, OrthocondWarning
+from orthocond.linalg import solver_fallbacks, spectrum
 from orthocond.linalg._roots import spectral
 from orthocond.linalg._smaller_side import spectral_of_samples
 
 __all__ = ["MetaLayer"]
+
+_ENOUGH = 100
+"""Covariances after which it is clear whether a solver with a certificate is of use."""
 
 
 class MetaLayer(nn.Module):
@@ -34,6 +39,7 @@ class MetaLayer(nn.Module):
         self._eigenvalues: Tensor | None = None
         self._covariance: Tensor | None = None
         self._noise: Tensor | None = None
+        self._num_fallbacks, self._num_matrices, self._has_advised = 0, 0, False
 
     @property
     def last_eigenvalues(self) -> Tensor | None:
@@ -50,6 +56,14 @@ class MetaLayer(nn.Module):
     def last_noise(self) -> Tensor | None:
         """The rounding noise ``(...)`` of the same covariance: what is at or below it was dropped; None before."""
         return self._noise
+
+    @property
+    def num_fallbacks(self) -> tuple[int, int]:
+        """How many matrices were decomposed because ``solver="products"`` had no certificate, and of how many in all.
+
+        What compiled code does is not counted.
+        """
+        return self._num_fallbacks, self._num_matrices
 
     def samples(self, x: Tensor) -> Tensor:
         """Return the input as the samples ``(..., c, N)`` of the covariances that it decomposes: one for each image."""
@@ -70,25 +84,53 @@ class MetaLayer(nn.Module):
         ``floor`` is the `noise_floor` of the covariances.
         """
         name, options = type(self).__name__, {"solver": self.solver, "gradient": self.gradient}
+        before = self._fallbacks_so_far()
         try:
-            return spectral(name, P, functions, **options, eps=self.eps, rtol=self.rtol, floor=floor)
+            results = spectral(name, P, functions, **options, eps=self.eps, rtol=self.rtol, floor=floor)
         except NonFiniteError as error:
             raise NonFiniteError(f"{name}({self.extra_repr()}): {error}") from None
+        if before is not None:
+            self._count_fallbacks(before, math.prod(P.shape[:-2]))
+        return results
+
+    def _fallbacks_so_far(self) -> int | None:
+        """Return the number of fall-backs in this process; None for a solver that has none."""
+        if not self.solver.startswith("products") or torch.compiler.is_compiling():
+            return None
+        return solver_fallbacks()["products"]
+
+    def _count_fallbacks(self, before: int, num_matrices: int) -> None:
+        self._num_fallbacks += solver_fallbacks()["products"] - before
+        self._num_matrices += num_matrices
+        if self._num_matrices < _ENOUGH or 2 * self._num_fallbacks < self._num_matrices or self._has_advised:
+            return
+        self._has_advised = True
+        warnings.warn(
+            f"{type(self).__name__} decomposed {self._num_fallbacks} of its {self._num_matrices} covariances, because "
+            "they have no gap and solver='products' no certificate; make one by the treatment 'gauge' of the layer in "
+            "front, or use solver='eigh'.",
+            OrthocondWarning,
+            stacklevel=2,
+        )
 
     def _root_of_samples(self, X: Tensor, function: str) -> tuple[Tensor, Tensor | None]:
         """Return a function of the covariances of samples ``(..., C, N)``, and the eigenvalues; keep these."""
         name = type(self).__name__
         options: dict[str, Any] = {"solver": self.solver, "gradient": self.gradient, "eps": self.eps, "rtol": self.rtol}
         try:
+            before = self._fallbacks_so_far()
             value, eigenvalues, P, noise = spectral_of_samples(name, X, function, **options)
         except NonFiniteError as error:
             raise NonFiniteError(f"{name}({self.extra_repr()}): {error}") from None
+        if before is not None:
+            self._count_fallbacks(before, math.prod(X.shape[:-2]))
         self._keep_spectrum(P, eigenvalues, noise)
         return value, eigenvalues
 
     def _check_options(self, functions: tuple[str, ...] = ("sqrt",)) -> None:
         """Raise for a wrong combination of options now, not in training."""
         self._root(torch.eye(1, dtype=torch.float64), functions)
+        self._num_fallbacks = self._num_matrices = 0
 
     def _keep_spectrum(self, covariance: Tensor | None, eigenvalues: Tensor | None, noise: Tensor) -> None:
         """Keep the eigenvalues, given in ascending order, or for want of them the covariance, and its noise."""

@@ -29,12 +29,14 @@ RANK_RTOL = 1e-4
 class LastBatch(NamedTuple):
     """What a whitening layer keeps of its last training batch."""
 
-    eigenvalues: Tensor
-    """``(groups, c)``, descending."""
+    eigenvalues: Tensor | None
+    """``(groups, c)``, descending; None where the solver has none."""
     noise: Tensor
     """``(groups,)``: of the covariance, by rounding."""
     covariance: Tensor
     """``(groups, c, c)``."""
+    whitening: Tensor
+    """``(groups, c, c)``: its inverse root."""
     num_dimensions: int
     """The input's."""
     num_processes: int
@@ -88,7 +90,9 @@ class _DecorrelatedBatchNorm(MetaLayer):
         self.solver, self.gradient = solver, gradient
         self.rtol = RANK_RTOL if rtol is None and entry.has_eigenvalues else rtol
         self.sync, self.process_group = sync, process_group
+        self._has_eigenvalues = entry.has_eigenvalues
         self._last_ndim: int | None = None
+        self._whitening: Tensor | None = None
         self._check_options()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         size = num_features // groups
@@ -103,7 +107,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
 
     def reset_running_stats(self) -> None:
         """Set the running mean to zero, the running whitening matrix to the identity, and the count to zero."""
-        self._eigenvalues = self._covariance = self._noise = None
+        self._eigenvalues = self._covariance = self._noise = self._whitening = None
         if self.running_mean is None or self.running_whitening is None or self.num_batches_tracked is None:
             return
         self.running_mean.zero_()
@@ -193,11 +197,12 @@ class _DecorrelatedBatchNorm(MetaLayer):
 
     def last_batch(self) -> LastBatch | None:
         """Return what the treatments in front of the layer need to know of its last training batch; None before it."""
-        eigenvalues, noise, covariance = self.last_eigenvalues, self.last_noise, self._covariance
-        if eigenvalues is None or noise is None or covariance is None or self._last_ndim is None:
+        noise, covariance, whitening = self.last_noise, self._covariance, self._whitening
+        if noise is None or covariance is None or whitening is None or self._last_ndim is None:
             return None
         processes = num_processes(self.process_group) if self._is_synchronised() else 1
-        return LastBatch(eigenvalues, noise, covariance, self._last_ndim, processes)
+        eigenvalues = self._eigenvalues if self._has_eigenvalues else None
+        return LastBatch(eigenvalues, noise, covariance, whitening, self._last_ndim, processes)
 
     def _is_synchronised(self) -> bool:
         return self.sync and self.training and num_processes(self.process_group) > 1
@@ -205,7 +210,8 @@ class _DecorrelatedBatchNorm(MetaLayer):
     @torch.no_grad()
     def _keep(self, statistics: Statistics) -> None:
         self._keep_spectrum(statistics.covariance, statistics.eigenvalues, statistics.noise)
-        self._covariance = statistics.covariance  # small, and there anyway: what a change of gauge is made from
+        # Small, and there anyway: what a change of gauge is made from.
+        self._covariance, self._whitening = statistics.covariance, statistics.whitening
         if self.running_mean is None or self.running_whitening is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
@@ -279,7 +285,8 @@ _DOC = """Whitens {what} by the covariance of its channels over the batch, ZCA, 
         groups: whiten the channels in this many groups instead of all together.
         rtol: eigenvalues at or below ``rtol`` times the largest are dropped; ``None`` means 1e-4 for the solvers by
             eigenvalues. The paper's own setting, nothing dropped, is ``eps=1e-2, rtol=0.0``.
-        solver: one of `orthocond.linalg.SOLVERS`.
+        solver: one of `orthocond.linalg.SOLVERS`. ``"products"`` needs no decomposition while the covariance has a gap,
+            which ``orthocond.treat(model, layer_in_front, "gauge")`` makes; `num_fallbacks` counts where it had none.
         gradient: one of `orthocond.linalg.GRADIENTS`.
         sync: take mean and covariance over all processes of ``process_group``, with exact gradients: two processes
             with half a batch each give what one gives with the whole.

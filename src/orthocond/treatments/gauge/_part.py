@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from orthocond._core import private
 from orthocond._core.distributed import from_first, num_processes
 from orthocond._core.precision import narrow, widen
+from orthocond._core.registry import resolve
 from orthocond.errors import ArgumentError, OrthocondWarning, check_choice
 from orthocond.graph import meta_layer_behind
 from orthocond.linalg._decompose import DECOMPOSITIONS
-from orthocond.linalg._roots import default_rtol
+from orthocond.linalg._products import condition_on_support
+from orthocond.linalg._roots import SOLVERS, default_rtol
 from orthocond.linalg._spectrum import spectrum_of
 from orthocond.nn import DecorrelatedBatchNorm1d, DecorrelatedBatchNorm2d, DecorrelatedBatchNorm3d
 from orthocond.treatments._part import Note, Part
@@ -181,7 +183,7 @@ class Gauge(Part):
             scale=self.scale,
             rtol=_rank_rtol(self.norm, seen.covariance),
             noise=seen.noise,
-            solver=self.norm.solver,
+            solver=self.norm.solver if self.norm.solver in DECOMPOSITIONS else "eigh",
         )
         WS = cross_covariance(
             self.layer, *seen.inputs, sync=seen.is_synchronised, process_group=self.norm.process_group
@@ -259,9 +261,13 @@ class Gauge(Part):
             )
         num_samples = output.numel() // self.norm.num_features * batch.num_processes
         rtol = _rank_rtol(self.norm, batch.covariance)
-        found = spectrum_of(batch.eigenvalues, eps=0.0, rtol=rtol, floor=batch.noise)
-        is_too_large = found.cond_support > limit(found.rank, num_samples, self.threshold)
-        decision = torch.stack([found.cond_support.max(), is_too_large.any().to(batch.eigenvalues.dtype)])
+        if batch.eigenvalues is None:
+            cond, rank = condition_on_support(batch.covariance, batch.whitening)
+        else:
+            found = spectrum_of(batch.eigenvalues, eps=0.0, rtol=rtol, floor=batch.noise)
+            cond, rank = found.cond_support, found.rank
+        is_too_large = cond > limit(rank, num_samples, self.threshold)
+        decision = torch.stack([cond.max(), is_too_large.any().to(cond.dtype)])
         # On its way to the host while the backward pass is queued, so that the step needs not wait for that.
         on_host, arrived = decision.to("cpu", non_blocking=decision.is_cuda), None
         if decision.is_cuda:
@@ -350,7 +356,8 @@ class _Seen(NamedTuple):
 
 def _rank_rtol(norm: Norm, P: Tensor) -> float:
     """Return below what the eigenvalues are dropped, or are rounding noise that nobody should divide by."""
-    return max(norm.rtol or 0.0, default_rtol(P, None))
+    _, options = resolve(SOLVERS, norm.solver, "solver", "gauge")
+    return max(norm.rtol or 0.0, float(options.get("dropped", 0.0)), default_rtol(P, None))
 
 
 def _checked(name: str, layer: Any, norm: nn.Module) -> Norm:
@@ -365,10 +372,11 @@ def _checked(name: str, layer: Any, norm: nn.Module) -> Norm:
             f"gauge needs a whitening layer with eps=0 behind {name!r}, got eps={norm.eps}: with it the output depends "
             "on the scale of the weight; let the layer drop small eigenvalues instead, by rtol."
         )
-    if norm.solver not in DECOMPOSITIONS:
+    solver, options = resolve(SOLVERS, norm.solver, "solver", "gauge")
+    if not solver.has_eigenvalues and "dropped" not in options:
         raise ArgumentError(
-            f"gauge needs a whitening layer that knows its eigenvalues behind {name!r}, got solver={norm.solver!r}; "
-            f"use one of {', '.join(DECOMPOSITIONS)}."
+            f"gauge needs a whitening layer that knows which directions it drops behind {name!r}, got "
+            f"solver={norm.solver!r}; use one of {', '.join(DECOMPOSITIONS)}, products."
         )
     if norm.groups % getattr(layer, "groups", 1):
         raise ArgumentError(

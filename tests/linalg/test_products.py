@@ -1,0 +1,240 @@
+"""The solver of products alone: right inside its bounds, decomposed outside, and never wrong."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+
+from orthocond import treat
+from orthocond.errors import ArgumentError, GradientError, NonFiniteError, OrthocondWarning
+from orthocond.linalg import matrix_inv_sqrth, matrix_sqrth, matrix_sqrth_pair, solver_failures, solver_fallbacks
+from orthocond.linalg import _products as products
+from orthocond.linalg._products import condition_on_support
+from orthocond.nn import DecorrelatedBatchNorm2d
+
+from cases import noise, rotation
+from oracle import relative_error
+
+KEPT, DROPPED = 0.0625, 2e-4
+
+
+def covariances(eigenvalues, seed=0):
+    n = eigenvalues.shape[-1]
+    U = rotation(n, tuple(eigenvalues.shape[:-1]), seed)
+    A = (U * eigenvalues.unsqueeze(-2)) @ U.mT
+    return ((A + A.mT) / 2).float()
+
+
+def inside(count, n, generator):
+    """Eigenvalues within the bounds, of every rank, and of every size."""
+    uniform = torch.rand(count, n, generator=generator, dtype=torch.float64)
+    rank = torch.randint(1, n + 1, (count, 1), generator=generator)
+    l = torch.where(torch.arange(n) < rank, KEPT**uniform, DROPPED * uniform / n**0.5)
+    l[:, 0] = 1
+    return l * 10 ** (20 * torch.rand(count, 1, generator=generator, dtype=torch.float64) - 10)
+
+
+def compare(A, G, H):
+    """The errors of the pair and of its gradient against a decomposition in float64 that drops the same."""
+    found, truth = A.clone().requires_grad_(), A.double().requires_grad_()
+    pair, exact = matrix_sqrth_pair(found, solver="products"), matrix_sqrth_pair(truth, rtol=DROPPED)
+    size = torch.linalg.matrix_norm(truth.detach(), keepdim=True).sqrt()
+    (slope,) = torch.autograd.grad(pair, found, [G / size.float(), H * size.float()])
+    (exact_slope,) = torch.autograd.grad(exact, truth, [G / size, H * size])
+    values = max(relative_error(each, true.detach()) for each, true in zip(pair, exact, strict=True))
+    return values, relative_error(slope, exact_slope)
+
+
+def test_thousands_of_covariances_inside_the_bounds():
+    generator = torch.Generator().manual_seed(0)
+    solver_fallbacks(reset=True)
+    total = 0
+    for number, n in enumerate((1, 2, 3, 5, 16, 33, 64)):
+        count = 1000 if n <= 16 else 120
+        A = covariances(inside(count, n, generator), seed=number)
+        values, slopes = compare(A, noise(count, n, n), noise(count, n, n, seed=2))
+        assert values < 1e-5
+        assert slopes < 1e-4
+        total += count
+    assert solver_fallbacks() == {"products": 0}
+    assert total > 5000
+
+
+@pytest.mark.parametrize("position", ["gap", "edge", "above dropped", "negative", "spread"])
+def test_outside_the_bounds_it_is_decomposed(position):
+    generator = torch.Generator().manual_seed(1)
+    n, count = 12, 300
+    l = inside(count, n, generator)
+    l = l / l.amax(-1, keepdim=True)
+    uniform = torch.rand(count, generator=generator, dtype=torch.float64)
+    if position == "gap":
+        l[:, -1] = 3 * DROPPED * (0.2 * KEPT / (3 * DROPPED)) ** uniform
+    elif position == "edge":
+        l[:, -1] = 0.5 * (KEPT / n**0.125 + DROPPED) * (0.9 + 0.2 * uniform)
+    elif position == "above dropped":
+        l[:, -1] = DROPPED * (1.05 + uniform)
+    elif position == "negative":
+        l[:, -1] = -(10 ** (-3 + 3 * uniform))
+    else:
+        l = torch.logspace(0, -8, n, dtype=torch.float64).expand(count, n).clone()
+    A, G = covariances(l), noise(count, n, n)
+    solver_fallbacks(reset=True)
+    failures = solver_failures()
+    values, slopes = compare(A, G, noise(count, n, n, seed=2))
+    # An eigenvalue within rounding of the cut-off may be counted either way by the two precisions: none is here.
+    assert values < 1e-5
+    assert slopes < 1e-4
+    assert solver_failures() == failures
+    if position in ("above dropped", "negative", "spread"):
+        assert solver_fallbacks()["products"] >= 0.99 * count
+
+
+def test_each_matrix_decides_for_itself():
+    good, bad = torch.diag(torch.tensor([1.0, 0.5, 0.0])), torch.diag(torch.tensor([1.0, 0.01, 0.0]))
+    solver_fallbacks(reset=True)
+    A = torch.stack([good, bad, good]).requires_grad_()
+    S = matrix_inv_sqrth(A, solver="products")
+    assert solver_fallbacks() == {"products": 1}
+    (slope,) = torch.autograd.grad(S, A, noise(3, 3, 3))
+    for k in range(3):
+        alone = A.detach()[k].requires_grad_()
+        root = matrix_inv_sqrth(alone, solver="products")
+        (alone_slope,) = torch.autograd.grad(root, alone, noise(3, 3, 3)[k])
+        assert torch.allclose(root, S[k], atol=1e-6)
+        assert torch.allclose(alone_slope, slope[k], rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_is_decomposed_where_it_is_certified(monkeypatch):
+    monkeypatch.setattr(products, "eigen_functions", None)
+    A = covariances(inside(3, 8, torch.Generator().manual_seed(0))).requires_grad_()
+    matrix_inv_sqrth(A, solver="products").sum().backward()
+    monkeypatch.setattr(torch.linalg, "eigh", None)
+    condition_on_support(A.detach(), matrix_inv_sqrth(A, solver="products").detach())
+
+
+def test_memory_does_not_grow_with_the_steps():
+    A = covariances(inside(2, 8, torch.Generator().manual_seed(0))).requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        matrix_inv_sqrth(A, solver="products")
+    assert sum(saved) <= 6 * A.numel()
+
+
+def test_eps_zero_matrices_noise_and_errors():
+    A = torch.diag(torch.tensor([1.0, 0.3, 0.0]))
+    assert torch.allclose(matrix_inv_sqrth(A, solver="products", eps=0.2), matrix_inv_sqrth(A, eps=0.2), atol=1e-5)
+    assert matrix_sqrth(torch.zeros(3, 3), solver="products").abs().max() == 0
+    assert matrix_inv_sqrth(torch.zeros(2, 3, 3), solver="products").abs().max() == 0
+    with pytest.raises(NonFiniteError):
+        matrix_sqrth(torch.full((2, 2), torch.nan), solver="products")
+    with pytest.raises(ArgumentError, match="0 < dropped < kept < 1"):
+        matrix_sqrth(A, solver="products(kept=1e-5)")
+    leaf = A.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(matrix_sqrth(leaf, solver="products").sum(), leaf, create_graph=True)
+    with pytest.raises(GradientError, match="products"):
+        slope.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_forward_mode_is_the_adjoint():
+    A = covariances(inside(1, 6, torch.Generator().manual_seed(3))[0] ** 0).requires_grad_()
+    A = covariances(torch.tensor([1.0, 0.5, 0.2, 1e-5, 0.0], dtype=torch.float64)).requires_grad_()
+    G, H = noise(5, 5), noise(5, 5, seed=2)
+    function = lambda A: matrix_inv_sqrth(A, solver="products")
+    _, tangent = torch.func.jvp(function, (A.detach(),), (G,))
+    (cotangent,) = torch.autograd.grad(function(A), A, H)
+    assert torch.allclose((H * tangent).sum(), (cotangent * G).sum(), rtol=1e-4)
+
+
+def operators(graph):
+    return {str(node.target) for node in graph.nodes if node.op == "call_function"}
+
+
+def are_plain(names):
+    """Whether a graph has no operator of linear algebra, no custom one and no branch."""
+    return not any(word in name for name in names for word in ("linalg", "orthocond", "cond", "eigh", "svd"))
+
+
+def test_a_compiled_training_step_is_products_alone():
+    graphs = []
+
+    def recorded(graph, inputs):
+        graphs.append(graph.graph)
+        return graph
+
+    x, g = noise(8, 6, 10, 10), noise(8, 6, 10, 10, seed=2)
+    layer = DecorrelatedBatchNorm2d(6, solver="products")
+    backend = aot_autograd(fw_compiler=recorded, bw_compiler=recorded)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    results = []
+    for each in (compiled, DecorrelatedBatchNorm2d(6, solver="products")):
+        leaf = x.clone().requires_grad_()
+        y = each(leaf)
+        results.append((y, *torch.autograd.grad(y, leaf, g)))
+    for traced, plain in zip(*results, strict=True):
+        assert torch.allclose(traced, plain, atol=1e-5)
+    assert len(graphs) == 2
+    for graph in graphs:
+        names = operators(graph) - {"aten.linalg_vector_norm.default"}
+        assert are_plain(names), names
+        assert any("bmm" in name for name in names)
+    flat = x.clone()
+    flat[:, 0] *= 0.05  # within the gap: compiled code has no branch, and says so
+    assert compiled(flat).isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporters' own
+def test_export_and_onnx_of_the_training_forward():
+    onnxscript = pytest.importorskip("onnxscript", reason="ONNX export needs onnxscript")
+    assert onnxscript
+    x = noise(8, 6, 10, 10)
+    exported = torch.export.export(DecorrelatedBatchNorm2d(6, solver="products"), (x,))
+    assert are_plain(operators(exported.graph)), operators(exported.graph)
+    assert torch.allclose(exported.module()(x), DecorrelatedBatchNorm2d(6, solver="products")(x), atol=1e-5)
+    program = torch.onnx.export(DecorrelatedBatchNorm2d(6, solver="products"), (x,), dynamo=True, verbose=False)
+    kinds = {node.op_type for node in program.model.graph}
+    assert "MatMul" in kinds
+    assert not {"If", "Loop", "Scan"} & kinds
+    assert all(node.domain in ("", "ai.onnx") for node in program.model.graph)
+
+
+def trained(solver, spec, steps=40):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), DecorrelatedBatchNorm2d(16, solver=solver), nn.Flatten(), nn.Linear(576, 4)
+    )
+    treatment = treat(model, "0", spec)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    treatment.attach(optimizer)
+    generator, decisions = torch.Generator().manual_seed(1), []
+    mixing = torch.tensor([[1.0, 0.9, 0.8], [0.0, 0.2, 0.1], [0.0, 0.0, 0.05]]).T
+    for _ in range(steps):
+        x = torch.einsum("ij,bjhw->bihw", mixing, torch.randn(16, 3, 8, 8, generator=generator))
+        loss = nn.functional.cross_entropy(model(x), torch.randint(0, 4, (16,), generator=generator))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        decisions.append((bool(treatment.last["gauged"]), treatment.last["cond_before"]))
+    return model, decisions
+
+
+def test_gauge_with_products_decides_and_does_what_it_does_with_eigenvalues():
+    (model, decisions), (reference, expected) = (trained(solver, "gauge") for solver in ("products", "eigh"))
+    assert [gauged for gauged, _ in decisions] == [gauged for gauged, _ in expected]
+    assert any(gauged for gauged, _ in decisions)
+    for (_, cond), (_, exact) in zip(decisions, expected, strict=True):
+        assert 0.95 * exact <= cond <= 1.001 * exact
+    assert torch.allclose(model[0].weight, reference[0].weight, rtol=1e-2, atol=1e-3)
+    fallbacks, total = model[1].num_fallbacks
+    assert fallbacks == sum(gauged for gauged, _ in decisions)
+    assert total == 40
+
+
+def test_a_layer_without_a_gap_says_so_once():
+    layer = DecorrelatedBatchNorm2d(4, solver="products")
+    x = noise(8, 4, 6, 6) * torch.tensor([1.0, 1.0, 1.0, 0.1]).view(4, 1, 1)
+    with pytest.warns(OrthocondWarning, match="decomposed 100 of its 100 covariances") as given:
+        for _ in range(120):
+            layer(x)
+    assert len(given) == 1
+    assert layer.num_fallbacks == (120, 120)
