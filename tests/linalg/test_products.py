@@ -6,9 +6,9 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from orthocond import treat
-from orthocond.errors import ArgumentError, GradientError, NonFiniteError, OrthocondWarning
-from orthocond.linalg import matrix_inv_sqrth, matrix_sqrth, matrix_sqrth_pair, solver_failures, solver_fallbacks
+from orthocond.errors import ArgumentError, NonFiniteError, OrthocondWarning
 from orthocond.linalg import _products as products
+from orthocond.linalg import matrix_inv_sqrth, matrix_sqrth, matrix_sqrth_pair, solver_failures, solver_fallbacks
 from orthocond.linalg._products import condition_on_support
 from orthocond.nn import DecorrelatedBatchNorm2d
 
@@ -129,15 +129,10 @@ def test_eps_zero_matrices_noise_and_errors():
         matrix_sqrth(torch.full((2, 2), torch.nan), solver="products")
     with pytest.raises(ArgumentError, match="0 < dropped < kept < 1"):
         matrix_sqrth(A, solver="products(kept=1e-5)")
-    leaf = A.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(matrix_sqrth(leaf, solver="products").sum(), leaf, create_graph=True)
-    with pytest.raises(GradientError, match="products"):
-        slope.sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_forward_mode_is_the_adjoint():
-    A = covariances(inside(1, 6, torch.Generator().manual_seed(3))[0] ** 0).requires_grad_()
     A = covariances(torch.tensor([1.0, 0.5, 0.2, 1e-5, 0.0], dtype=torch.float64)).requires_grad_()
     G, H = noise(5, 5), noise(5, 5, seed=2)
     function = lambda A: matrix_inv_sqrth(A, solver="products")
@@ -233,8 +228,9 @@ def test_gauge_with_products_decides_and_does_what_it_does_with_eigenvalues():
 def test_a_layer_without_a_gap_says_so_once():
     layer = DecorrelatedBatchNorm2d(4, solver="products")
     x = noise(8, 4, 6, 6) * torch.tensor([1.0, 1.0, 1.0, 0.1]).view(4, 1, 1)
-    with pytest.warns(OrthocondWarning, match="decomposed 100 of its 100 covariances") as given:
-        for _ in range(120):
-            layer(x)
-    assert len(given) == 1
-    assert layer.num_fallbacks == (120, 120)
+    for _ in range(99):
+        layer(x)
+    with pytest.warns(OrthocondWarning, match="decomposed 100 of its 100 covariances"):
+        layer(x)
+    layer(x)
+    assert layer.num_fallbacks == (101, 101)

@@ -58,7 +58,7 @@ def test_approximation_has_the_error_it_declares(spectrum, solver, scalar):
     assert relative_error(matrix_sqrth(A, solver=solver), declared) < 1e-9
 
 
-@pytest.mark.parametrize("solver", ITERATIVE)
+@pytest.mark.parametrize("solver", ["newton_schulz", "pade"])
 def test_iterative_solvers_converge_with_more_steps(solver):
     A = matrices("spread 1e2", 8, (), torch.float64)
     options = "(iterations=30)" if solver == "newton_schulz" else "(degree=100)"

@@ -17,7 +17,7 @@ failure.
 The derivative is the exact one (`_differences.py`) without eigenvalues. Between kept directions it solves a Lyapunov
 equation. Between a kept and a dropped one it is ``f(l_i) / (l_i - l_j)``, the projector's part: with the dropped part
 ``N = P - P Pi`` a series in ``S^2 .. N``, of which each term is smaller by ``dropped / kept``. It is symmetric, so
-forward and reverse mode share it, and no step of an iteration is kept for it.
+forward and reverse mode share it, and no step of an iteration is kept for it. Second derivatives are by eigenvalues.
 """
 
 import threading
@@ -28,8 +28,8 @@ from torch import Tensor
 
 from orthocond._core.applying import applied, with_forward_mode
 from orthocond._core.precision import autocast_off, finite, lift, narrow
-from orthocond.errors import ArgumentError, GradientError
-from orthocond.linalg._eigen import Context, batched, eigen_functions, symmetric
+from orthocond.errors import ArgumentError
+from orthocond.linalg._eigen import Context, batched, eigen_derivatives, eigen_functions, symmetric
 from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen
 from orthocond.linalg._iterative import is_above
 from orthocond.linalg._schedules import quintics
@@ -95,6 +95,8 @@ def products_roots(
             f"solver='products' needs 0 < dropped < kept < 1, got kept={kept} and dropped={dropped}; "
             "pass e.g. products(kept=0.0625, dropped=2e-4)."
         )
+    if not A.numel():
+        return tuple(A.clone() for _ in functions), None
     is_signal = None if floor is None else is_above(A, floor, eps)
     if is_signal is not None:
         A = torch.where(is_signal, A, torch.eye(A.shape[-1], dtype=A.dtype, device=A.device))
@@ -306,25 +308,49 @@ class _Slope(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
+        A, GQ, GS, *_, ctx.dropped, ctx.eps = inputs
+        ctx.save_for_backward(A, GQ, GS)
+        ctx.save_for_forward(A, GQ, GS)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Context, H: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Context, H: Tensor | None) -> tuple[Any, ...]:
         if H is None:
             return (None,) * 11
-        raise _once_only()
+        A, *grads = ctx.saved_tensors
+        to_A = torch.zeros_like(A)
+        to_grads: list[Tensor | None] = []
+        with autocast_off(A.device):
+            for function, G in zip((SQRT, INV_SQRT), grads, strict=True):
+                if G is None:
+                    to_grads.append(None)
+                    continue
+                _, along, second = _second(ctx, A, function, G, H)
+                to_A = to_A + narrow(second, A)
+                to_grads.append(narrow(along, G))
+        return to_A, *to_grads, *((None,) * 8)
 
     @staticmethod
-    def tangent(ctx: Context, saved: tuple[Tensor, ...], *directions: Tensor | None) -> None:
-        raise _once_only()
+    def tangent(ctx: Context, saved: tuple[Any, ...], along_A: Tensor | None, *along: Tensor | None) -> Tensor:
+        A, *grads = saved
+        total = torch.zeros_like(A)
+        with autocast_off(A.device):
+            for function, G, along_G in zip((SQRT, INV_SQRT), grads, along[:2], strict=True):
+                if G is not None and along_A is not None:
+                    total = total + narrow(_second(ctx, A, function, G, along_A)[2], A)
+                if along_G is not None:
+                    total = total + narrow(_second(ctx, A, function, along_G, along_G)[0], A)
+        return total
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
         return applied(_Slope, *batched(info.batch_size, in_dims[:8], inputs[:8]), *inputs[8:]), 0
 
 
-def _once_only() -> GradientError:
-    return GradientError("the gradient of solver='products' can't be differentiated again; use solver='eigh'.")
+def _second(ctx: Context, A: Tensor, function: Chosen, G: Tensor, H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the derivatives of first and second order by eigenvalues: what is rarely needed has no products."""
+    rtol = None if ctx.eps else ctx.dropped
+    return eigen_derivatives(A, function, G, H, eps=ctx.eps, rtol=rtol, floor=None)
 
 
 def _derivative(

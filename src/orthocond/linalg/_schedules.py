@@ -12,6 +12,8 @@ Reference: Amsel, Persson, Musco, Gower, The Polar Express: optimal matrix sign 
 import functools
 import math
 
+import torch
+
 __all__ = ["Quintic", "quintics"]
 
 Quintic = tuple[float, float, float]
@@ -24,7 +26,6 @@ _NARROW = 5e-3
 _MOST = 60
 
 
-@functools.cache
 def quintics(lower: float, error: float) -> tuple[Quintic, ...]:
     """Return the steps that take ``[lower, 1]`` to within ``error`` of 1, as few as there are.
 
@@ -43,6 +44,11 @@ def quintics(lower: float, error: float) -> tuple[Quintic, ...]:
         >>> abs(x - 1) < 1e-7
         True
     """
+    # The compiler follows the computation, but warns of a cache.
+    return _computed(lower, error) if torch.compiler.is_compiling() else _cached(lower, error)
+
+
+def _computed(lower: float, error: float) -> tuple[Quintic, ...]:
     l, u = lower, 1.0
     steps: list[Quintic] = []
     while max(1 - l, u - 1) > error and len(steps) < _MOST:
@@ -50,6 +56,9 @@ def quintics(lower: float, error: float) -> tuple[Quintic, ...]:
         steps.append(step)
         l, u = 1 - deviation, 1 + deviation
     return tuple(steps)
+
+
+_cached = functools.cache(_computed)
 
 
 def _nearest_to_one(l: float, u: float) -> tuple[Quintic, float]:
