@@ -15,9 +15,10 @@ from orthocond._core.precision import narrow, widen
 from orthocond._core.registry import resolve
 from orthocond.errors import ArgumentError, OrthocondWarning, check_choice
 from orthocond.graph import meta_layer_behind
+from orthocond.linalg import SOLVERS
 from orthocond.linalg._decompose import DECOMPOSITIONS
 from orthocond.linalg._products import condition_on_support
-from orthocond.linalg._roots import SOLVERS, default_rtol
+from orthocond.linalg._roots import default_rtol
 from orthocond.linalg._spectrum import spectrum_of
 from orthocond.nn import DecorrelatedBatchNorm1d, DecorrelatedBatchNorm2d, DecorrelatedBatchNorm3d
 from orthocond.treatments._part import Note, Part
