@@ -29,7 +29,7 @@ def inside(count, n, generator):
     """Eigenvalues within the bounds, of every rank, and of every size."""
     uniform = torch.rand(count, n, generator=generator, dtype=torch.float64)
     rank = torch.randint(1, n + 1, (count, 1), generator=generator)
-    l = torch.where(torch.arange(n) < rank, KEPT**uniform, DROPPED * uniform / n**0.5)
+    l = torch.where(torch.arange(n) < rank, KEPT**uniform, DROPPED * uniform / n**0.125)
     l[:, 0] = 1
     return l * 10 ** (20 * torch.rand(count, 1, generator=generator, dtype=torch.float64) - 10)
 

@@ -5,7 +5,11 @@ import itertools
 import pytest
 import torch
 
+from orthocond.linalg import matrix_sqrth_pair, nearest_orthogonal, solver_failures
 from orthocond.linalg._schedules import quintics
+
+from cases import rotation
+from oracle import polar, relative_error, root
 
 
 def composed(steps, x):
@@ -39,3 +43,46 @@ def test_the_first_step_equioscillates_so_that_none_is_better(lower):
 
 def test_nothing_to_do():
     assert quintics(1.0, 1e-7) == ()
+
+
+def at_the_bound(bound, n):
+    """Values down to ``bound`` times their own norm."""
+    values = torch.logspace(0, -1, n, dtype=torch.float64)
+    for _ in range(2):
+        values[-1] = 1.001 * bound * values.norm()
+    return values
+
+
+@pytest.mark.parametrize("bound", [1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize("n", [3, 64])
+def test_roots_and_polar_factors_of_spectra_at_the_bound(bound, n):
+    before = solver_failures()
+    l, U, V = at_the_bound(bound, n), rotation(n), rotation(n, seed=1)
+    A = ((U * l) @ U.mT).float()
+    for found, power in zip(matrix_sqrth_pair(A, solver=f"newton_schulz(bound={bound})"), (0.5, -0.5), strict=True):
+        assert relative_error(found, root(A, power)) < 1e-5 + 3e-7 / bound
+    M = ((U * l) @ V.mT).float()
+    assert relative_error(nearest_orthogonal(M, solver=f"newton_schulz(bound={bound})"), polar(M)) < 1e-5 + 3e-7 / bound
+    assert solver_failures() == before
+
+
+def test_below_the_bound_is_a_failure_with_the_right_result():
+    solver_failures(reset=True)
+    A = torch.diag(torch.tensor([1.0, 1e-6]))
+    Q, S = matrix_sqrth_pair(A.expand(2, 2, 2), solver="newton_schulz(bound=1e-2)")
+    assert torch.allclose(Q, torch.diag(torch.tensor([1.0, 1e-3])).expand(2, 2, 2), atol=1e-6)
+    assert torch.allclose(S[0].diagonal(), torch.tensor([1.0, 1e3]))
+    assert solver_failures()["newton_schulz"] == 2
+    assert torch.allclose(nearest_orthogonal(A, solver="newton_schulz(bound=1e-2)"), torch.eye(2), atol=1e-5)
+    assert solver_failures(reset=True)["newton_schulz"] == 3
+
+
+@pytest.mark.parametrize("solver", ["newton_schulz", "newton_schulz(bound=1e-2)", "pade(degree=20)", "products"])
+@pytest.mark.parametrize("scale", [1e-37, 1e-30, 1e30, 1e37])
+def test_any_scale_that_the_dtype_holds(solver, scale):
+    A = (torch.diag(torch.tensor([1.0, 0.5, 0.25])) * scale).requires_grad_()
+    Q, S = matrix_sqrth_pair(A, solver=solver)
+    for found, power in ((Q, 0.5), (S, -0.5)):
+        assert relative_error(found, root(A, power)) < 1e-4
+    (slope,) = torch.autograd.grad(Q.sum(), A)
+    assert torch.allclose(slope.diagonal() * scale**0.5, torch.tensor([0.5, 0.5**0.5, 1.0]), rtol=1e-3)

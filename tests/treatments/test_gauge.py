@@ -768,7 +768,7 @@ def stem(*between, **options):
         (stem(nn.Dropout(0.5)), "'Dropout' first"),
         (stem(nn.MaxPool2d(2)), "'MaxPool2.*' first"),
         (stem(eps=1e-2, rtol=0.0), "eps=0 behind .* got eps=0.01.*by rtol"),
-        (stem(solver="newton_schulz", rtol=None), "knows its eigenvalues .* use one of eigh, svd"),
+        (stem(solver="newton_schulz", rtol=None), "knows which directions it drops .* use one of eigh, svd, products"),
         (nn.Sequential(nn.Conv2d(3, 9, 3, groups=3), DecorrelatedBatchNorm2d(9)), "give it groups=3"),
         (nn.Sequential(orthogonal_weight(nn.Conv2d(3, 8, 3)), DecorrelatedBatchNorm2d(8)), "has to be a free one"),
         (nn.Sequential(spectral_norm(nn.Conv2d(3, 8, 3)), DecorrelatedBatchNorm2d(8)), "has to be a free one"),

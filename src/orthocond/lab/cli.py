@@ -348,7 +348,8 @@ def methods_command() -> None:
     console = Console()
     console.print(table)
     console.print(
-        "\nAny other combination goes too: svd or newton_schulz, and treatments joined by +:\n", highlight=False
+        "\nAny other combination goes too: svd, newton_schulz or products, and treatments joined by +:\n",
+        highlight=False,
     )
     treatments = Table("treatment", "what it does", box=None, pad_edge=False)
     for name, part in TREATMENTS.items():

@@ -173,8 +173,8 @@ _TYPES = typing.get_type_hints(Config)
 def solver_of(config: Config) -> str | None:
     """Return the solver of the meta-layer's root, with its options; None where there is no meta-layer.
 
-    Of the solvers that the configuration names, the one that fits the method counts: ``newton_schulz`` for methods of
-    that name, any with eigenvalues for those that begin with ``svd``.
+    Of the solvers that the configuration names, the one that fits the method counts: ``newton_schulz`` and ``products``
+    for methods of that name, any with eigenvalues for those that begin with ``svd``.
 
     Raises:
         ArgumentError: an unknown solver or option, or one that is for no method of a sweep.
@@ -196,10 +196,10 @@ def solver_of(config: Config) -> str | None:
         check_choice(base, SOLVERS, "solver", "the run")
         CovariancePool2d(solver=name)  # says what is wrong with its options
         fits = "svd" if SOLVERS[base].has_eigenvalues else base
-        if fits not in ("svd", "newton_schulz") or fits in found:
+        if fits not in ("svd", "newton_schulz", "products") or fits in found:
             raise ArgumentError(
-                f"solver must name one for svd (eigh, svd), newton_schulz, or both, got {config.solver!r}; separate "
-                "them by a comma."
+                f"solver must name one for svd (eigh, svd), newton_schulz, products, or several of these, got "
+                f"{config.solver!r}; separate them by commas."
             )
         found[fits] = name
     return None if default is None else found.get("svd" if default == "eigh" else default, default)

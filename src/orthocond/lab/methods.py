@@ -9,9 +9,11 @@ from orthocond.treatments import canonical, parse, parsed_choice, split_outside
 
 __all__ = ["ALL", "DEMO", "PAPER", "Method", "method", "method_list"]
 
-_SOLVERS = {"svd": "eigh", "newton_schulz": "newton_schulz", "bn": None}
-_OPTIONS = {"svd": ("eps", "rtol"), "newton_schulz": ("eps",), "bn": ()}
+_SOLVERS = {"svd": "eigh", "newton_schulz": "newton_schulz", "products": "products", "bn": None}
+_OPTIONS = {"svd": ("eps", "rtol"), "newton_schulz": ("eps",), "products": (), "bn": ()}
 """The options of the meta-layer that a method may have of its own."""
+
+_WAYS = {"eigh": "eigendecomposition", "newton_schulz": "Newton-Schulz iteration", "products": "certified products"}
 
 PAPER = (
     "svd",
@@ -52,7 +54,7 @@ class Method:
         """One line for a person."""
         if self.solver is None:
             return "no meta-layer: batch norm, average pooling"
-        base = "roots by eigendecomposition" if self.solver == "eigh" else "roots by Newton-Schulz iteration"
+        base = f"roots by {_WAYS[self.solver]}"
         options = [f"{option} {_spelled(value)}" for option, value in self.options.items()]
         return ", ".join(
             [base, *options, *(part.description.partition(":")[0].lower() for part in parse(self.treatment))]
@@ -60,7 +62,7 @@ class Method:
 
 
 def method(name: str, defaults: str = "none") -> Method:
-    """Return the method of a name: ``svd`` or ``newton_schulz`` with any treatment, or ``bn``.
+    """Return the method of a name: ``svd``, ``newton_schulz`` or ``products`` with any treatment, or ``bn``.
 
     Args:
         name: the solver and the parts of the treatment, joined by ``+``, each with its options in parentheses. Those of

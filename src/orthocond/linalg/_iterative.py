@@ -21,6 +21,7 @@ from orthocond.linalg._decompose import check_finite, count_failure, decompose
 from orthocond.linalg._differences import split
 from orthocond.linalg._eigen import Context, batched, function_of, symmetric
 from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen
+from orthocond.linalg._schedules import quintics
 from orthocond.linalg._solver import Solver
 
 __all__ = ["ITERATIVE_SOLVERS", "is_above"]
@@ -39,16 +40,19 @@ def iterative_roots(
     floor: Tensor | None,
     iterations: float,
     degree: float = 0,
+    bound: float = 1.0,
 ) -> tuple[tuple[Tensor, ...], None]:
     """Return ``(A + eps I)^(1/2)`` or ``(A + eps I)^(-1/2)`` by one of `PAIRS`; a zero matrix has zero roots.
 
     A matrix below its ``floor`` counts as zero. ``gradient`` and ``rtol`` are for solvers by eigenvalues.
     """
+    if bound < 1:  # as many steps of the gradient's iteration, which is the classical one, as the bound asks for
+        iterations = math.ceil(0.5 * math.log(1 / bound) / math.log(1.5)) + 6
     is_signal = None if floor is None else is_above(A, floor, eps)
     if is_signal is not None:
         A = torch.where(is_signal, A, torch.eye(A.shape[-1], dtype=A.dtype, device=A.device))
     with autocast_off(A.device):
-        Q, S = applied(_IterativeRoots, lift(A), solver, int(iterations), int(degree), eps)
+        Q, S = applied(_IterativeRoots, lift(A), solver, int(iterations), int(degree), bound, eps)
         results = [narrow(Q if function == SQRT else S, A) for function in functions]
     return tuple(result if is_signal is None else result * is_signal for result in results), None
 
@@ -71,6 +75,17 @@ def newton_schulz_pair(B: Tensor, iterations: int, degree: int) -> tuple[Tensor,
     Y, Z = B, identity
     for _ in range(iterations):
         T = 1.5 * identity - 0.5 * (Z @ Y)
+        Y, Z = Y @ T, T @ Z
+    return Y, Z
+
+
+def optimal_pair(B: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    """Return the same by the optimal polynomials for eigenvalues of at least ``bound``, as few as that allows."""
+    identity = _identity_like(B)
+    Y, Z = B, identity
+    for number, (a, b, c) in enumerate(quintics(bound**0.5, 8 * torch.finfo(B.dtype).eps)):
+        W = Z @ Y if number else B
+        T = a * identity + b * W + c * (W @ W)
         Y, Z = Y @ T, T @ Z
     return Y, Z
 
@@ -105,9 +120,12 @@ ITERATIVE_SOLVERS = (
         "newton_schulz",
         "Coupled Newton-Schulz iteration in the input's precision. Converges while the norm over the smallest "
         "eigenvalue is below about 2.25^iterations / 30; more iterations amplify the rounding noise of a singular "
-        "float32 matrix (2.25^15 * 6e-8 = 0.01).",
-        "Higham, Functions of Matrices, 2008, eq. 6.35; Li et al., CVPR 2018; the paper's baseline",
-        {"iterations": 15},
+        "float32 matrix (2.25^15 * 6e-8 = 0.01). With a bound below 1, eigenvalues of at least bound times the norm "
+        "are assumed. Then the polynomials are the optimal ones for it, as few as it allows, and the relative error in "
+        "float32 is at most 1e-5 + 3e-7/bound; a larger residual is a failure, and goes to eigh.",
+        "Higham, Functions of Matrices, 2008, eq. 6.35; Li et al., CVPR 2018; the paper's baseline. With a bound: "
+        "Amsel et al., arXiv 2505.16932",
+        {"iterations": 15, "bound": 1.0},
         has_eigenvalues=False,
         solve=functools.partial(iterative_roots, solver="newton_schulz"),
     ),
@@ -129,12 +147,14 @@ class _IterativeRoots(torch.autograd.Function):
     """``A -> B^(1/2), B^(-1/2)`` with ``B = (A + A^T)/2 + eps I``, scaled to norm 1 inside."""
 
     @staticmethod
-    def forward(A: Tensor, solver: str, iterations: int, degree: int, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        A: Tensor, solver: str, iterations: int, degree: int, bound: float, eps: float
+    ) -> tuple[Tensor, Tensor]:
         B = symmetric(A) + eps * _identity_like(A)
         if torch.compiler.is_compiling():
-            Q, S = _iterate_op(B, solver, iterations, degree)
+            Q, S = _iterate_op(B, solver, iterations, degree, bound)
             return Q, S
-        return _iterate(B, solver, iterations, degree)
+        return _iterate(B, solver, iterations, degree, bound)
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -144,9 +164,9 @@ class _IterativeRoots(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Context, GQ: Tensor | None, GS: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Context, GQ: Tensor | None, GS: Tensor | None) -> tuple[Tensor | None, ...]:
         if GQ is None and GS is None:
-            return None, None, None, None, None
+            return (None,) * 6
         Q, S = ctx.saved_tensors
         with autocast_off(Q.device):
             G = torch.zeros_like(Q)
@@ -157,7 +177,7 @@ class _IterativeRoots(torch.autograd.Function):
             if GS is not None:
                 G = G - (S / largest) @ symmetric(GS) @ (S / largest)
             X = finite(applied(_Lyapunov, Q, G, ctx.iterations) * largest)
-            return _on_support(Q, S, finite(X * largest)), None, None, None, None
+            return _on_support(Q, S, finite(X * largest)), None, None, None, None, None
 
     @staticmethod
     def tangent(ctx: Context, saved: tuple[Tensor, Tensor], direction: Tensor, *_: None) -> tuple[Tensor, Tensor]:
@@ -219,17 +239,22 @@ class _Lyapunov(torch.autograd.Function):
         return applied(_Lyapunov, *batched(info.batch_size, in_dims[:2], inputs[:2]), *inputs[2:]), 0
 
 
-def _iterate(B: Tensor, solver: str, iterations: int, degree: int) -> tuple[Tensor, Tensor]:
+def _iterate(B: Tensor, solver: str, iterations: int, degree: int, bound: float) -> tuple[Tensor, Tensor]:
     # A power of four brings any size to where its norm and roots can be computed; its own root is exact.
     root_scale = _root_scale(B)
     scaled = B * root_scale * root_scale
     norm = _norm(scaled)
     nonzero = norm > 0
     norm = torch.where(nonzero, norm, 1.0)
-    Y, Z = PAIRS[solver](scaled / norm, iterations, degree)
+    unit = scaled / norm
+    Y, Z = optimal_pair(unit, bound) if bound < 1 else PAIRS[solver](unit, iterations, degree)
     Q, S = Y * (nonzero * norm.sqrt()) / root_scale, Z * (nonzero * norm.rsqrt()) * root_scale
     # The root of a matrix of norm 1 has the norm n^(1/4) at most; a comparison with NaN is false.
     converged = torch.linalg.matrix_norm(Y) <= 1.1 * B.shape[-1] ** 0.25
+    if bound < 1:
+        eps = torch.finfo(B.dtype).eps
+        residual = torch.linalg.matrix_norm(Z @ unit @ Z - _identity_like(B)) / max(B.shape[-1], 1) ** 0.5
+        converged = (converged & (residual <= 80 * eps + 2 * eps / bound)) | ~nonzero[..., 0, 0]
     if B.is_meta or converged.all():
         return Q, S
     return _rescued(B, Q, S, ~converged, solver)
@@ -244,14 +269,14 @@ def _root_scale(B: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("orthocond::iterate", mutates_args=())
-def _iterate_op(B: Tensor, solver: str, iterations: int, degree: int) -> tuple[Tensor, Tensor]:
+def _iterate_op(B: Tensor, solver: str, iterations: int, degree: int, bound: float) -> tuple[Tensor, Tensor]:
     """The same, opaque to `torch.compile`: whether it converged depends on the data."""
-    Q, S = _iterate(B, solver, iterations, degree)
+    Q, S = _iterate(B, solver, iterations, degree, bound)
     return Q.contiguous(), S.contiguous()
 
 
 @_iterate_op.register_fake
-def _(B: Tensor, solver: str, iterations: int, degree: int) -> tuple[Tensor, Tensor]:
+def _(B: Tensor, solver: str, iterations: int, degree: int, bound: float) -> tuple[Tensor, Tensor]:
     return B.new_empty(B.shape), B.new_empty(B.shape)
 
 

@@ -10,9 +10,9 @@ products, and on its range so does the root:
     S = Pi A^(-1/2),    Q = P S                      by the coupled Newton-Schulz iteration
 
 with the optimal polynomials (`_schedules.py`) for these two bounds. Three residuals certify the result: ``Pi^2 - Pi``,
-``S P S - Pi``, and ``P - P Pi``, whose norm bounds every eigenvalue that was dropped. So a certified result is that of
-a decomposition with ``rtol = dropped``. A matrix without the certificate is decomposed, which is counted, but not as a
-failure.
+``S P S - Pi``, and ``P - P Pi``, whose fourth power has a norm that bounds every eigenvalue which was dropped. So a
+certified result is that of a decomposition with ``rtol = dropped``. A matrix without the certificate is decomposed,
+which is counted, but not as a failure.
 
 The derivative is the exact one (`_differences.py`) without eigenvalues. Between kept directions it solves a Lyapunov
 equation. Between a kept and a dropped one it is ``f(l_i) / (l_i - l_j)``, the projector's part: with the dropped part
@@ -190,8 +190,11 @@ def _roots(B: Tensor, bounds: Bounds, eps: float) -> _Certified:
         mean = _trace(on_range) / torch.where(rank > 0.5, rank, 1.0)
         filled = on_range + torch.where(rank > 0.5, mean, 1.0) * (identity - projector)
         limit = tolerance * rank.clamp(min=1.0).sqrt()
-        # ~(a > b) would let NaN pass.
-        holds = (_norm(projector @ projector - projector) <= limit) & (_norm(P - on_range) <= bounds.dropped * below)
+        # In units of what may be dropped: the fourth power's norm is above 1 as soon as one eigenvalue is, and for a
+        # few that are just below not far from it. A comparison with NaN is false.
+        rest = (P - on_range) / (bounds.dropped * torch.where(below > 0, below, 1.0))
+        rest = rest @ rest
+        holds = (_norm(projector @ projector - projector) <= limit) & (_norm(rest @ rest) <= 1.0)
     Y, Z = filled, identity
     for number, (a, b, c) in enumerate(bounds.root_steps):
         W = Z @ Y if number else Y

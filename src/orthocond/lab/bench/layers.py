@@ -121,6 +121,7 @@ def _norms(cell: Cell) -> dict[str, _Entry]:
         "BatchNorm2d": nn.BatchNorm2d(channels),
         "DecorrelatedBatchNorm2d": DecorrelatedBatchNorm2d(channels),
         "the same, newton_schulz inside": DecorrelatedBatchNorm2d(channels, eps=1e-5, solver="newton_schulz"),
+        "the same, products inside": DecorrelatedBatchNorm2d(channels, solver="products"),
         "whitening as usually written": UsualWhitening(channels),
     }
     return {name: _entry(layer, cell) for name, layer in layers.items()}
