@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from lightning_fabric import Fabric
 from torch import nn
 
 from orthocond import treat
@@ -59,7 +58,7 @@ def test_the_optimizer_inside_is_found(wrap):
 def test_fabric():
     model = network()
     treatment = treat(model, "0", "nog+ow+olr")
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", devices=1)
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     treatment.attach(optimizer)
     loss = wrapped(noise(32, 6)).square().mean()
