@@ -22,6 +22,7 @@ __all__ = [
     "NAMES",
     "forward_mode_is_on",
     "graph_task_id",
+    "is_exporting",
     "is_tracing",
     "is_transformed",
     "num_compiled_frames",
@@ -95,6 +96,11 @@ tree_map_only: Callable[[type, Callable[[Any], Any], Any], Any] = _looked_up("tr
 def forward_mode_is_on() -> bool:
     """Return whether forward derivatives may be asked for: a level of `torch.autograd.forward_ad` is open."""
     return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def is_exporting() -> bool:
+    """Return whether `torch.export` runs this; the public function is true in all that torch 2.8 compiles, too."""
+    return bool(getattr(torch.compiler, "_is_exporting_flag", torch.compiler.is_exporting()))
 
 
 def num_compiled_frames() -> int:

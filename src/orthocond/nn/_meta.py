@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from orthocond._core.private import is_exporting
 from orthocond.errors import NonFiniteError, OrthocondWarning
 from orthocond.linalg import solver_fallbacks, spectrum
 from orthocond.linalg._roots import spectral
@@ -134,7 +135,7 @@ class MetaLayer(nn.Module):
 
     def _keep_spectrum(self, covariance: Tensor | None, eigenvalues: Tensor | None, noise: Tensor) -> None:
         """Keep the eigenvalues, given in ascending order, or for want of them the covariance, and its noise."""
-        if not self.training or torch.compiler.is_exporting():
+        if not self.training or is_exporting():
             return
         self._eigenvalues = None if eigenvalues is None else eigenvalues.detach().flip(-1)
         self._covariance = covariance.detach() if eigenvalues is None and covariance is not None else None

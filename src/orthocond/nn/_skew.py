@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from orthocond._core.compiling import uncompiled
 from orthocond._core.precision import widen
+from orthocond._core.private import is_exporting
 from orthocond.errors import ArgumentError, NonFiniteError
 
 __all__ = ["SkewOrthogonalConv2d"]
@@ -87,7 +88,7 @@ class SkewOrthogonalConv2d(nn.Conv2d):
         if self.normalize:
             kernel = kernel / _norm_bound(kernel).to(kernel)
             self.norm_bound = 1
-        elif not torch.compiler.is_exporting():
+        elif not is_exporting():
             self.norm_bound = _whole_bound(kernel.detach())
         x = self._exponential(x, kernel / self.norm_bound)
         return x if self.bias is None else x + self.bias.view(-1, 1, 1)
