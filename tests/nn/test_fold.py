@@ -396,7 +396,7 @@ def test_a_folded_model_runs_in_onnxruntime():
     model = trained(convert_batchnorm(Net()))
     x = noise(4, 3, 8, 8, seed=99)
     file = io.BytesIO()
-    torch.onnx.export(fold(model), (x,), verbose=False).save(file)
+    torch.onnx.export(fold(model), (x,), verbose=False, dynamo=True).save(file)
     session = onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert torch.allclose(torch.from_numpy(found), model(x), atol=1e-4)
