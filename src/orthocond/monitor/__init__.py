@@ -328,8 +328,11 @@ class ConditionMonitor:
         if measured is None or measured.eigenvalues.numel() == 0:
             return
         eps = getattr(layer, "eps", None) if self.eps is None else self.eps
-        key = Key(step, name, mode, failures)
-        self._readings.append((key, measured, eps if isinstance(eps, int | float) else 0.0))
+        self._wait(Key(step, name, mode, failures), measured, eps if isinstance(eps, int | float) else 0.0)
+
+    def _wait(self, key: Key, measured: Measured, eps: float) -> None:
+        """Put a reading with those that wait for being reduced to numbers."""
+        self._readings.append((key, measured, eps))
         self._num_waiting += measured.eigenvalues.numel()
         if self._num_waiting > _LARGEST_BUFFER:
             self._reduce()
@@ -350,8 +353,7 @@ class ConditionMonitor:
         self._forwards[name, mode] += 1
         if is_due:
             l = spectrum(A.detach()).eigenvalues if eigenvalues is None else eigenvalues.detach().flip(-1)
-            self._readings.append((key, Measured(l), eps if self.eps is None else self.eps))
-            self._num_waiting += l.numel()
+            self._wait(key, Measured(l), eps if self.eps is None else self.eps)
 
     def _is_due(self, name: str, layer: nn.Module) -> bool:
         mode = _mode(layer)
