@@ -65,16 +65,19 @@ def gradient_of(function, A, G):
 
 
 def with_gap(n, gap, cond, dtype=torch.float64):
-    """A matrix with a pair of eigenvalues ``gap`` apart, relatively, and a condition number.
+    """A matrix of a condition number, whose two largest and two smallest eigenvalues are ``gap`` apart, relatively.
 
-    Turned, a float32 matrix can't hold eigenvalues that are small against others: there only the pair is turned.
+    Turned, a float32 matrix can't hold eigenvalues that are small against others: there only the pairs are turned.
     """
     l = 2 * torch.logspace(0, -math.log10(cond), n, dtype=torch.float64)
     if n > 2 or cond == 1:
         l[1] = l[0] * (1 - gap)
-    num_turned = n if dtype == torch.float64 or cond <= 1e4 else min(2, n - 1)
+    if n > 3:
+        l[-2] = l[-1] * (1 + gap)
     U = torch.eye(n, dtype=torch.float64)
-    U[:num_turned, :num_turned] = rotation(num_turned, seed=n)
+    blocks = [slice(n)] if dtype == torch.float64 or cond <= 1e4 else [slice(min(2, n - 1)), slice(max(2, n - 2), n)]
+    for block in blocks:
+        U[block, block] = rotation(len(U[block]), seed=n)
     A = ((U * l) @ U.mT).to(dtype)
     return (A + A.mT) / 2
 

@@ -1,9 +1,9 @@
 """``bench functions``: errors of the spectral functions against 50 digits, ours and those of other packages.
 
-The matrices have a largest eigenvalue of 2, a given condition number, and a pair of eigenvalues with a given relative
-gap. The truth is that of the numbers as rounded to the dtype, which is what a contestant sees. No method does better
-than the rounding of float64 allows, so each problem has a limit of its own: how much the truth moves if the entries of
-the matrix move by one unit in the last place of float64.
+The matrices have a largest eigenvalue of 2, a given condition number, and a given relative gap between the two largest
+eigenvalues and, from 4x4 on, between the two smallest. The truth is that of the numbers as rounded to the dtype, which
+is what a contestant sees. No method does better than the rounding of float64 allows, so each problem has a limit of its
+own: how much the truth moves if the entries of the matrix move by one unit in the last place of float64.
 
 Also here: the time of the functions over that of our inverse root, for ``bench solvers``.
 """
@@ -35,7 +35,7 @@ _SLACK = 100
 _DIGITS = 50
 _GAPS = (0.0, *(10.0**-k for k in range(16, 0, -1)))
 _SIZES = tuple(range(2, 13))
-# Float32 can't hold the small eigenvalues of a matrix that is turned: beyond, only the pair is turned.
+# Float32 can't hold the small eigenvalues of a matrix that is turned: beyond, only the pairs are turned.
 _TURNED = {"float32": 1e4, "float64": math.inf}
 
 
@@ -154,9 +154,14 @@ def _problem(cell: Cell, size: int, gap: float) -> tuple[Tensor, Tensor]:
     l = 2 * torch.logspace(0, -math.log10(cell.condition), size, dtype=torch.float64)
     if size > 2 or cell.condition == 1:  # otherwise the condition number is the gap
         l[1] = l[0] * (1 - gap)
-    turned = size if cell.condition <= _TURNED[cell.dtype] else min(2, size - 1)
+    if size > 3:
+        l[-2] = l[-1] * (1 + gap)
     U = torch.eye(size, dtype=torch.float64)
-    U[:turned, :turned] = torch.linalg.qr(torch.randn(turned, turned, generator=generator, dtype=torch.float64)).Q
+    is_turned = cell.condition <= _TURNED[cell.dtype]
+    blocks = [slice(size)] if is_turned else [slice(min(2, size - 1)), slice(max(2, size - 2), size)]
+    for block in blocks:
+        shape = U[block, block].shape
+        U[block, block] = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64)).Q
     dtype = getattr(torch, cell.dtype)
     A, G = ((U * l) @ U.mT).to(dtype), torch.randn(size, size, generator=generator, dtype=dtype)
     return (A + A.mT) / 2, (G + G.mT) / 2
