@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from orthocond._core import private
 from orthocond.errors import GradientError
 
-__all__ = ["applied", "changeable", "is_plain", "is_plain_inference", "with_forward_mode"]
+__all__ = ["applied", "changeable", "is_plain", "with_forward_mode"]
 
 F = TypeVar("F", bound=type[torch.autograd.Function])
 
@@ -25,10 +25,10 @@ def changeable(y: Tensor) -> Tensor:
 
     Autograd forbids changing a view that was made without gradients once they are on again; detached, it is no view.
     """
-    return y.detach() if is_plain_inference() else y
+    return y.detach() if _is_plain_inference() else y
 
 
-def is_plain_inference() -> bool:
+def _is_plain_inference() -> bool:
     """Return whether operations just run and no derivative, backward or forward, can be asked for."""
     return is_plain() and not torch.is_grad_enabled() and not private.forward_mode_is_on()
 
@@ -77,6 +77,6 @@ def applied(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     if private.unwrap_dead_wrappers is None or not is_plain():
         return function.apply(*inputs)
     inputs = private.unwrap_dead_wrappers(inputs)
-    if is_plain_inference():
+    if _is_plain_inference():
         return function.forward(*inputs)
     return super(torch.autograd.Function, function).apply(*inputs)  # type: ignore[misc]  # C code

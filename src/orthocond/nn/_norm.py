@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from orthocond._core import private
-from orthocond._core.applying import changeable, is_plain_inference
+from orthocond._core.applying import changeable
 from orthocond._core.compiling import uncompiled
 from orthocond._core.distributed import num_processes
 from orthocond._core.precision import at_least_float32, autocast_off, narrow
@@ -138,10 +138,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
     def _forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, stored: torch.dtype) -> Tensor:
         if not self.training and self.running_mean is not None and self.running_whitening is not None:
             weight, bias = self.eval_map(x.dtype)
-            samples = features(x, self.groups)
-            if is_plain_inference():
-                return changeable(samples.map_sum(bias, (weight, samples)).tensor())
-            return samples.map(weight, bias).tensor()
+            return changeable(features(x, self.groups).map(weight, bias).tensor())
         try:
             num_samples = x.shape[0] * math.prod(x.shape[2:])
             options: dict[str, Any] = {"groups": self.groups, "root": self._inverse_root, "stored": stored}

@@ -136,7 +136,7 @@ class _Whiten(torch.autograd.Function):
         statistics = (moments.mean, P, whitening, noise, eigenvalues)
         ctx.mark_non_differentiable(*(part for part in statistics if part is not None))
         # Detached, it is no view: autograd forbids in-place operations on views that a function returns.
-        return samples.map_sum(bias, (W, samples)).tensor().detach(), *statistics
+        return samples.map(W, bias).tensor().detach(), *statistics
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -155,8 +155,8 @@ def _backward(
     if shift is not None:
         samples = samples.shifted(shift)
     incoming = type(samples).view(g, groups)
-    h, R = incoming.moments(samples)
-    R = R - _outer(h, centre)
+    h = incoming.sum()
+    R = incoming.product(samples) - _outer(h, centre)
     leaf, S = ctx.graph
     dgamma = (R * S.detach()).sum(-1).flatten() if ctx.needs_input_grad[1] else None
     dbeta = h.flatten() if ctx.needs_input_grad[2] else None
@@ -168,7 +168,7 @@ def _backward(
     (E,) = torch.autograd.grad(S, leaf, dS, retain_graph=True)
     K = (2 / ctx.num_samples) * E
     bias = -_times(W.mT, h / ctx.num_samples) - _times(K, centre)
-    dx = samples.map_sum(bias, (K, samples), (W.mT, incoming))
+    dx = samples.map(K, bias).add_map_(W.mT, incoming)
     return dx.tensor(), dgamma, dbeta
 
 
@@ -211,7 +211,7 @@ def _moments(samples: Features, process_group: Any, sync: bool) -> tuple[Feature
     With ``m`` the mean as it is rounded and ``r`` the mean of ``x - m``, which is its rounding error, the covariance is
     the mean of ``(x - m) (x - m)^T`` less ``r r^T``.
     """
-    own_sum, second = samples.moments(samples)
+    own_sum, second = samples.sum(), samples.product(samples)
     own, num_samples, total = samples.num_samples, float(samples.num_samples), own_sum
     if sync:
         total, count = summed([own_sum, own_sum.new_full((1,), num_samples)], process_group)
@@ -222,7 +222,7 @@ def _moments(samples: Features, process_group: Any, sync: bool) -> tuple[Feature
     shift = None if second.is_meta or bool(small.all()) else mean
     if shift is not None:
         samples = samples.shifted(shift)
-        rest, second = samples.moments(samples)
+        rest, second = samples.sum(), samples.product(samples)
     else:
         rest = own_sum - own * mean
         second = second - _outer(own_sum, mean) - _outer(mean, rest)
