@@ -170,6 +170,7 @@ def test_the_best_are_marked_only_where_a_difference_is_beyond_the_noise(tmp_pat
     alike = with_errors(tmp_path / "alike", bn=[4.0, 4.4, 4.1], svd=[4.2, 4.1, 4.3], newton_schulz=[4.3, 4.0, 4.4])
     (section,) = read_report([alike]).sections
     assert not any(row.is_best for row in section.rows)
+    assert section.message[1].startswith("bn has the lowest validation error, 4.17")
     table = error_table(section.experiment, section.rows)
     assert "No method is marked" in table.caption
     assert "differs from svd by more than the noise" in section.message[0]

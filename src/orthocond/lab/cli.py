@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 import orthocond
 from orthocond.diagnosis.script import PASSES, run_script
 from orthocond.errors import ArgumentError, OrthocondError, check_choice
+from orthocond.lab import demo
 from orthocond.lab.compare import (
     ENGINES,
     Engine,
@@ -34,7 +35,7 @@ from orthocond.lab.conditions import CONDITIONS, measure_of
 from orthocond.lab.config import Config, changed, from_toml
 from orthocond.lab.data import load_data
 from orthocond.lab.display import Display, LiveDisplay, PlainDisplay, is_first_process
-from orthocond.lab.methods import ALL, DEMO, PAPER, method, method_list
+from orthocond.lab.methods import ALL, PAPER, method, method_list
 from orthocond.lab.paper import ITEMS, SCALES, chosen_items
 from orthocond.lab.presets import PRESETS, preset
 from orthocond.lab.report import write_report
@@ -200,13 +201,13 @@ def compare_command(
 @app.command("demo", epilog="Example: orthocond demo --out runs/demo")
 def demo_command(
     out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/demo"),
-    methods: Annotated[str, typer.Option(help="What to compare.")] = ",".join(DEMO),
-    seeds: Annotated[int, typer.Option(help="Runs of each method.", min=1)] = 3,
+    methods: Annotated[str, typer.Option(help="What to compare.")] = ",".join(demo.METHODS),
+    seeds: Annotated[int, typer.Option(help="Runs of each method.", min=1)] = demo.SEEDS,
     jobs: Annotated[int, typer.Option(help="Runs at a time.", min=1)] = min(4, num_cores()),
 ) -> None:
-    """Compare methods on the embedded digits: a few minutes, no network."""
+    """Compare whitening that knows its rank with the usual one and with batch norm, on the embedded digits."""
     chosen = method_list(methods)
-    runs = plan(preset("dbn-digits"), chosen, seeds, out)
+    runs = plan(demo.config(), chosen, seeds, out)
     console = Console(highlight=False, soft_wrap=True)
     left = sum(not run.is_finished for run in runs)
     console.print(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from orthocond.errors import ArgumentError, check_choice
 from orthocond.treatments import canonical, parse, parsed_choice, split_outside
 
-__all__ = ["ALL", "DEMO", "PAPER", "Method", "method", "method_list"]
+__all__ = ["ALL", "PAPER", "Method", "method", "method_list"]
 
 _SOLVERS = {"svd": "eigh", "newton_schulz": "newton_schulz", "products": "products", "bn": None}
 _OPTIONS = {"svd": ("eps", "rtol"), "newton_schulz": ("eps",), "products": (), "bn": ()}
@@ -30,10 +30,6 @@ PAPER = (
 
 ALL = (*PAPER, "svd+nog+sn", "svd+nog+ol", "svd+nog+olr", "svd+ow+olr", "svd+gauge", "svd+nog+gauge", "bn")
 """Those of Tables 2 and 3 too, our own, and the network without a meta-layer."""
-
-
-DEMO = ("bn", "newton_schulz", "svd", "svd+nog", "svd+ow", "svd+nog+ow+olr", "svd+gauge")
-"""Those that the demonstration shows."""
 
 
 @dataclass(frozen=True)

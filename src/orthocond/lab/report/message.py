@@ -20,7 +20,8 @@ def message_of(experiment: Experiment, rows: list[Row]) -> list[str]:
 
 
 def _error(rows: list[Row]) -> str:
-    known = [row for row in rows if row.place_mean == 1]
+    whole = [row for row in rows if math.isfinite(row.error.mean) and not row.num_diverged]
+    known = [row for row in whole if row.error.mean == min(other.error.mean for other in whole)]
     if not known:
         return ""
     best = _listed([row.method for row in known])
