@@ -214,8 +214,8 @@ def outputs_of(call: Call, result: Any) -> dict[str, Tensor]:
 def _outputs_of_ours(result: Any) -> dict[str, Tensor]:
     if isinstance(result, Tensor):
         return {"result": result}
-    if len(result) == 2 and isinstance(result[0], tuple):  # the roots, and the eigenvalues where the solver has them
-        results, eigenvalues = result
+    if isinstance(result[0], tuple):  # the roots, the eigenvalues where the solver has them, and more about the matrix
+        results, eigenvalues, *_ = result
         return {**({} if eigenvalues is None else {"L": eigenvalues}), **_outputs_of_ours(results)}
     return {f"result {number}": output for number, output in enumerate(result) if isinstance(output, Tensor)}
 

@@ -87,7 +87,7 @@ def covariance_sqrth(
                 [0., 0., 0.]])
     """
     check_samples(X, dim, "covariance_sqrth")
-    Q, *_ = spectral_of_samples(
+    (Q,), *_ = spectral_of_samples(
         "covariance_sqrth", X.movedim(dim, -1), SQRT, solver=solver, gradient=gradient, eps=eps, rtol=rtol
     )
     return Q
@@ -103,7 +103,7 @@ def spectral_of_samples(
     gradient: str = "exact",
     eps: float = 0.0,
     rtol: float | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+) -> tuple[tuple[Tensor], Tensor | None, Tensor | None, Tensor]:
     """Return ``f(covariance(X) + eps I)`` of samples in the last dimension, its eigenvalues, the covariance, its noise.
 
     It does what `spectral` does with the covariance and its `noise_floor`, at the cost of the smaller side. The
@@ -119,10 +119,10 @@ def spectral_of_samples(
             P = covariance(samples)
             options: dict[str, Any] = {"solver": solver, "gradient": gradient, "eps": eps, "rtol": rtol}
             (value,), eigenvalues = spectral(caller, P, (chosen,), floor=noise, **options)
-            return narrow(value, X), eigenvalues, P, noise
+            return (narrow(value, X),), eigenvalues, P, noise
         value, eigenvalues, *_ = applied(_OfSamples, samples, noise, chosen, entry.name, eps, cut)
     notify(caller, X.mT, eigenvalues, eps)
-    return narrow(value, X), eigenvalues, None, noise
+    return (narrow(value, X),), eigenvalues, None, noise
 
 
 class _OfSamples(torch.autograd.Function):

@@ -120,7 +120,7 @@ class MetaLayer(nn.Module):
         options: dict[str, Any] = {"solver": self.solver, "gradient": self.gradient, "eps": self.eps, "rtol": self.rtol}
         try:
             before = self._fallbacks_so_far()
-            value, eigenvalues, P, noise = spectral_of_samples(name, X, function, **options)
+            (value,), eigenvalues, P, noise = spectral_of_samples(name, X, function, **options)
         except NonFiniteError as error:
             raise NonFiniteError(f"{name}({self.extra_repr()}): {error}") from None
         if before is not None:
