@@ -181,3 +181,21 @@ def test_gradients_too_large_for_the_dtype_saturate(solver, scale, dtype):
 def test_a_root_that_float32_can_not_hold_is_the_largest_number(options):
     A = torch.diag(torch.tensor([1.0, 1e-45])) @ torch.tensor([[1.0, 0.0], [0.0, 0.0]])
     assert torch.isfinite(matrix_inv_sqrth(A, **options)).all()
+
+
+@pytest.mark.parametrize("solver", ["eigh", "svd"])
+@pytest.mark.parametrize("size", [1e-300, 1e-250, 1e-200, 1e-100, 1e100, 1e300])
+def test_every_scale_of_float64(solver, size):
+    """Roots and their gradients are those of the matrix of size 1, scaled; what is too large saturates."""
+    A = matrices("spread 1e2", 6, dtype=torch.float64)
+    plain, scaled = A.clone().requires_grad_(), (A * size).requires_grad_()
+    with torch.no_grad():
+        scaled.copy_((scaled + scaled.mT) / 2)
+    for function, power in ((matrix_sqrth, 0.5), (matrix_inv_sqrth, -0.5)):
+        expected, found = function(plain, solver=solver), function(scaled, solver=solver)
+        assert torch.allclose(found / size**power, expected, rtol=1e-9)
+        (to_plain,), (to_scaled,) = (torch.autograd.grad(y.sum(), x) for y, x in ((expected, plain), (found, scaled)))
+        assert to_scaled.isfinite().all()
+        largest = torch.finfo(torch.float64).max
+        truth = to_plain * (size**0.5) ** (2 * power - 2) if power > 0 or size > 1e-240 else to_plain * 1e300 * 1e300
+        assert torch.allclose(to_scaled / 1e10, truth.clamp(-largest, largest) / 1e10, rtol=1e-9)

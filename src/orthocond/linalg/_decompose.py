@@ -21,7 +21,16 @@ from orthocond.errors import NonFiniteError, OrthocondWarning, SolverError
 from orthocond.linalg._threads import eigh
 from orthocond.linalg._verify import verified_eigen, verified_svd
 
-__all__ = ["DECOMPOSITIONS", "check_finite", "count_failure", "decompose", "solver_failures", "svd"]
+__all__ = [
+    "DECOMPOSITIONS",
+    "check_finite",
+    "count_failure",
+    "decompose",
+    "retried",
+    "solver_failures",
+    "svd",
+    "warn_of_input",
+]
 
 Decomposition = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -90,12 +99,12 @@ def _decompose(
     try:
         eigenvalues, eigenvectors = DECOMPOSITIONS[method](A)
     except LinAlgError:
-        return _retried(A, method, None)
-    wrong, lowest, asymmetric = verified_eigen(A, eigenvalues, eigenvectors, asymmetry)
+        return retried(A, method)
+    wrong, lowest, asymmetric, _ = verified_eigen(A, eigenvalues, eigenvectors, asymmetry)
     if wrong is not None:
-        return _retried(A, method, (eigenvalues, eigenvectors, wrong))
+        return retried(A, method, (eigenvalues, eigenvectors, wrong))
     if asymmetric > noise or (semidefinite and lowest < -noise):
-        _warn_of_input(asymmetric, lowest, noise, semidefinite)
+        warn_of_input(asymmetric, lowest, noise, semidefinite=semidefinite)
     return eigenvalues, eigenvectors
 
 
@@ -113,7 +122,7 @@ def _(A: Tensor, method: str, asymmetry: Tensor | None, noise: float, semidefini
     return A.new_empty(A.shape[:-1], dtype=real_dtype(A.dtype)), A.new_empty(A.shape)
 
 
-def _warn_of_input(asymmetry: float, lowest: float, noise: float, semidefinite: bool) -> None:
+def warn_of_input(asymmetry: float, lowest: float, noise: float, *, semidefinite: bool) -> None:
     """Warn, once for each reason, of matrices that are not what a function of a covariance takes."""
     if asymmetry > noise:
         _warn_once(
@@ -171,7 +180,7 @@ def _with_jitter(A: Tensor, decomposition: Decomposition) -> tuple[Tensor, Tenso
     return eigenvalues - ramp.mean(), eigenvectors
 
 
-def _retried(A: Tensor, method: str, first: tuple[Tensor, Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+def retried(A: Tensor, method: str, first: tuple[Tensor, Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """Return the decomposition after a first attempt that failed for all, or that is right but for a mask."""
     check_finite(A)
     matrices = A.reshape(-1, *A.shape[-2:])

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from orthocond.linalg._functions import Chosen, spectral_function
 
-__all__ = ["Split", "first_differences", "second_derivative", "shifted", "split", "values"]
+__all__ = ["SMALLEST", "Split", "first_differences", "second_derivative", "shifted", "split", "values"]
 
-# Eigenvalues below this have an l^(-3/2), the size of the inverse root's gradient, that is near overflow.
-_SMALLEST = 1e-190
+SMALLEST = torch.finfo(torch.float64).tiny
+"""Below the normal numbers, 2e-308, there is no relative accuracy: such an eigenvalue counts as zero."""
 
 
 class Split(NamedTuple):
@@ -56,13 +56,13 @@ def split(
     noise = None if floor is None else torch.where(floor > eps, floor.to(eigenvalues), -torch.inf).unsqueeze(-1)
     if rtol is None and noise is not None:
         kept = eigenvalues > noise
-        raised = shifted(eigenvalues, eps).clamp_(min=_SMALLEST)
+        raised = shifted(eigenvalues, eps).clamp_(min=SMALLEST)
         return Split(eigenvalues, torch.where(kept, raised, 1.0), kept, noise)
     if rtol is None:
         # Below zero is rounding noise of a matrix that should be positive semi-definite: where eps outweighs it, it
         # counts like everything else, and where it doesn't, it may at most halve eps.
         raised = shifted(eigenvalues, eps)
-        return Split(eigenvalues, raised if eps > 2 * _SMALLEST else raised.clamp_(min=_SMALLEST), None, None)
+        return Split(eigenvalues, raised if eps > 2 * SMALLEST else raised.clamp_(min=SMALLEST), None, None)
     if is_known and _all_kept(eigenvalues, rtol, noise):
         return Split(eigenvalues, eigenvalues + eps if eps else eigenvalues, None, None)  # the same, for less
     cutoff = _cutoff(eigenvalues, rtol, noise)
@@ -80,12 +80,12 @@ def shifted(eigenvalues: Tensor, eps: float) -> Tensor:
 def _all_kept(eigenvalues: Tensor, rtol: float, noise: Tensor | None) -> bool:
     if eigenvalues.numel() == eigenvalues.shape[-1] > 0:  # of one matrix: numbers are compared faster than tensors
         line = eigenvalues.view(-1)
-        return line[0].item() > max(rtol * line[-1].item(), _SMALLEST, 0.0 if noise is None else noise.item())
+        return line[0].item() > max(rtol * line[-1].item(), SMALLEST, 0.0 if noise is None else noise.item())
     return bool((eigenvalues[..., :1] > _cutoff(eigenvalues, rtol, noise)).all())
 
 
 def _cutoff(eigenvalues: Tensor, rtol: float, noise: Tensor | None) -> Tensor:
-    relative = (rtol * eigenvalues[..., -1:]).clamp_(min=_SMALLEST)
+    relative = (rtol * eigenvalues[..., -1:]).clamp_(min=SMALLEST)
     return relative if noise is None else torch.maximum(relative, noise)
 
 

@@ -12,29 +12,34 @@ import torch
 from torch import Tensor
 
 from orthocond._core.applying import applied, with_forward_mode
-from orthocond._core.precision import autocast_off, narrow, widen
+from orthocond._core.precision import autocast_off, finite, narrow, widen
 from orthocond._core.registry import resolve
 from orthocond.errors import GradientError
-from orthocond.linalg._decompose import decompose
+from orthocond.linalg._decompose import check_finite, decompose
 from orthocond.linalg._differences import Split, second_derivative, split, values
 from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen, spectral_function
 from orthocond.linalg._gradients import GRADIENTS, differences
-from orthocond.linalg._solver import Solver
 
 __all__ = [
-    "EIGEN_SOLVERS",
+    "ROOTS",
     "batched",
+    "derivative",
     "eigen_derivatives",
     "eigen_functions",
     "eigen_vjp",
+    "fit",
     "function_of",
+    "noise_of",
     "product",
     "symmetric",
+    "wide_symmetric",
 ]
 
 # An asymmetry, or a negative eigenvalue, beyond this is more than the rounding of a covariance in the dtype. Matrices
 # in float64 often come from float32.
 _NOISE = {torch.float16: 0.03, torch.bfloat16: 0.09, torch.float32: 3e-4}
+
+ROOTS = ((SQRT,), (INV_SQRT,), (SQRT, INV_SQRT))
 
 Context = Any
 Saved = tuple[Tensor | None, ...]
@@ -59,20 +64,13 @@ def eigen_functions(
     return tuple(results), eigenvalues
 
 
-EIGEN_SOLVERS = (
-    Solver(
-        "eigh",
-        "Symmetric eigendecomposition, in float64 inside where the device has it: the most accurate and the default.",
-        "LAPACK syevd; gradient by Daleckii and Krein",
-        solve=functools.partial(eigen_functions, method="eigh"),
-    ),
-    Solver(
-        "svd",
-        "Singular value decomposition, in float64 inside where the device has it: as accurate as eigh, twice its time.",
-        "LAPACK gesdd; the paper's solver",
-        solve=functools.partial(eigen_functions, method="svd"),
-    ),
-)
+def derivative(
+    A: Tensor, G: Tensor, eigenvalues: Tensor, U: Tensor, function: Chosen, eps: float, rtol: float | None
+) -> Tensor:
+    """Return the derivative of ``f(A + eps I)`` applied to ``G``, in float64, differentiable again."""
+    with autocast_off(A.device):
+        found: Tensor = applied(_Derivative, A, G, eigenvalues, U, None, function, "exact", eps, rtol)
+    return found
 
 
 def eigen_vjp(A: Tensor, function: Chosen, G: Tensor, *, rtol: float) -> tuple[Tensor, Tensor]:
@@ -106,33 +104,43 @@ def symmetric(A: Tensor) -> Tensor:
     return half + half.mH
 
 
-def _wide_symmetric(A: Tensor) -> tuple[Tensor, Tensor | None]:
+def wide_symmetric(A: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the symmetric part of ``A`` in float64, and how far ``A`` is from it; None where they are equal.
 
     The distance is that of the largest entry of ``A - A^H``, relative to the largest of ``A``.
     """
     wide = widen(A)
-    if not A.numel() or (A.device.type == "cpu" and not torch.compiler.is_compiling() and torch.equal(wide, wide.mH)):
+    if not A.numel():
         return wide, None
+    if A.is_cpu and not torch.compiler.is_compiling():
+        if torch.equal(wide, wide.mH):
+            return wide, None
+        check_finite(wide)  # NaN is what differs from itself, and MKL would print complaints about it
     part = wide.lerp(wide.mT, 0.5) if A.dtype == torch.float32 else symmetric(wide)  # where nothing overflows
     if wide.is_meta:
         return part, None
-    largest = part.abs().amax((-2, -1))
+    largest = wide.abs().amax((-2, -1))
     distance = (wide - part).abs().amax((-2, -1))
     return part, (2 * distance / torch.where(largest > 0, largest, 1.0)).amax()
+
+
+def noise_of(dtype: torch.dtype) -> float:
+    """Return the asymmetry, and the negative eigenvalue, that rounding in a dtype explains, relative to the largest."""
+    return _NOISE.get(dtype, _NOISE[torch.float32])
 
 
 def _parts(eigenvalues: Tensor, floor: Tensor | None, eps: float, rtol: float | None, function: Chosen) -> Split:
     return split(eigenvalues, eps, rtol, floor, whole_line=spectral_function(function)[0].whole_line)
 
 
-def _fit(dtype: torch.dtype, functions: tuple[Chosen, ...], eps: float, rtol: float | None) -> bool:
+def fit(dtype: torch.dtype, functions: tuple[Chosen, ...], eps: float, rtol: float | None) -> bool:
     """Return whether ``dtype`` holds every root, so that none need be looked at; float32 with usual options does.
 
     The smallest number of float32 that isn't zero is 1e-45, so no eigenvalue that is kept is below ``1e-45 * rtol``.
     """
-    usual = dtype == torch.float32 and (rtol or 0.0) + eps > 1e-25 and eps < 1e60
-    return usual and all(function in (SQRT, INV_SQRT) for function in functions)
+    if dtype != torch.float32 or (rtol or 0.0) + eps <= 1e-25 or eps >= 1e60:
+        return False
+    return functions in ROOTS
 
 
 def batched(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
@@ -157,13 +165,14 @@ class _Spectral(torch.autograd.Function):
         eps: float,
         rtol: float | None,
     ) -> tuple[Tensor, ...]:
-        wide, asymmetry = _wide_symmetric(A)
+        wide, asymmetry = wide_symmetric(A)
         semidefinite = not spectral_function(functions[0])[0].whole_line
-        noise = _NOISE.get(A.dtype, _NOISE[torch.float32])
-        eigenvalues, U = decompose(wide, method, asymmetry=asymmetry, noise=noise, semidefinite=semidefinite)
+        eigenvalues, U = decompose(
+            wide, method, asymmetry=asymmetry, noise=noise_of(A.dtype), semidefinite=semidefinite
+        )
         parts = _parts(eigenvalues, floor, eps, rtol, functions[0])
         results = (function_of(U, parts, function) for function in functions)
-        if _fit(A.dtype, functions, eps, rtol):
+        if fit(A.dtype, functions, eps, rtol):
             return *(result.to(A) for result in results), eigenvalues, U
         return *(narrow(result, A) for result in results), eigenvalues, U
 
@@ -223,10 +232,14 @@ class _Derivative(torch.autograd.Function):
         parts = _parts(eigenvalues, floor, eps, rtol, function)
         rule, options = resolve(GRADIENTS, gradient, "gradient", "backward")
         F = differences(rule, options, parts, function, eps)
+        scale = _scale(F) if A.dtype in (torch.float64, torch.complex128) else None
+        if scale is not None:
+            F = finite(F) / scale
         # F is symmetric, so the symmetric part may be taken last, where it is cheapest. Of the two factors it is G that
         # may be of several directions at once.
         inner = product(product(U.mH, G.to(U.dtype)), U).mul_(F)
-        return symmetric(product(product(U, inner), U.mH))
+        result = symmetric(product(product(U, inner), U.mH))
+        return result if scale is None else finite(result * scale)
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -265,6 +278,19 @@ class _Derivative(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
         return applied(_Derivative, *batched(info.batch_size, in_dims[:5], inputs[:5]), *inputs[5:]), 0
+
+
+def _scale(F: Tensor) -> Tensor | None:
+    """Return what differences ``F`` must be divided by so that no product overflows; None where that is known to be 1.
+
+    The inverse root of eigenvalues below 1e-100 has differences above 1e150.
+    """
+    if not F.numel():
+        return None
+    largest = F.abs().amax((-2, -1), keepdim=True)
+    if F.is_cpu and not torch.compiler.is_compiling() and not (largest > 1e150).any():
+        return None
+    return torch.where(largest > 1e150, finite(largest), 1.0)
 
 
 def _save(ctx: Context, *tensors: Tensor | None) -> None:

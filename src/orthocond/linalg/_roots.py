@@ -1,5 +1,7 @@
 """The square root and the inverse square root of a covariance, and the solvers to choose from."""
 
+import functools
+from types import NoneType
 from typing import Any
 
 import torch
@@ -10,7 +12,8 @@ from orthocond._core.overriding import overridable
 from orthocond._core.precision import at_least_float32
 from orthocond._core.registry import frozen, resolve
 from orthocond.errors import ArgumentError, check_nonnegative, check_square
-from orthocond.linalg._eigen import EIGEN_SOLVERS
+from orthocond.linalg._eigen import ROOTS
+from orthocond.linalg._eigen_solvers import EIGEN_SOLVERS
 from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen, SpectralFunction, chosen_function, spectral_function
 from orthocond.linalg._gradients import GRADIENTS
 from orthocond.linalg._iterative import ITERATIVE_SOLVERS
@@ -59,7 +62,8 @@ def matrix_sqrth(
         eps: added to the eigenvalues.
         rtol: eigenvalues of ``A`` at or below ``rtol`` times the largest are the null space: they map to zero, in
             the gradient too. ``None`` (and 0) drop nothing when ``eps > 0``; when ``eps = 0``, ``None`` means
-            ``n * finfo(A.dtype).eps`` (of float32 for the half types), as in `torch.linalg.pinv`.
+            ``n * finfo(A.dtype).eps`` (of float32 for the half types), as in `torch.linalg.pinv`, and
+            eigenvalues below 2e-308, the smallest normal number of float64, are zero.
 
     Returns:
         The roots ``(..., n, n)``, symmetric up to rounding, in the dtype and on the device of ``A``. A number that the
@@ -166,6 +170,18 @@ def resolved(
     Raises:
         ArgumentError: an unknown choice, a negative ``eps`` or ``rtol``, or options that exclude each other.
     """
+    is_repeated = functions in ROOTS and type(eps) is float and type(rtol) in (float, NoneType)
+    planned = _planned_once if is_repeated and type(solver) is type(gradient) is str else _planned
+    entry, options, chosen, keeps_all = planned(caller, functions, solver, gradient, eps, rtol)
+    if entry.has_eigenvalues:
+        rtol = (rtol or None) if keeps_all else default_rtol(A, rtol)
+    return entry, options, chosen, rtol
+
+
+def _planned(
+    caller: str, functions: tuple[Chosen | str, ...], solver: str, gradient: str, eps: float, rtol: float | None
+) -> tuple[Solver, dict[str, Any], tuple[Chosen, ...], bool]:
+    """Return the solver and its options, the functions, and whether no eigenvalue is dropped unless ``rtol`` says so."""
     check_nonnegative(eps, "eps", caller)
     if rtol is not None:
         check_nonnegative(rtol, "rtol", caller)
@@ -180,12 +196,17 @@ def resolved(
         raise ArgumentError(
             f"{caller} got gradient={gradient!r}, a rule for eigenvalues that are not negative; leave gradient='exact'."
         )
-    if entry.has_eigenvalues:
-        keeps_all = function.whole_line or eps > 0
-        rtol = (rtol or None) if keeps_all else default_rtol(A, rtol)
-    else:
+    if not entry.has_eigenvalues:
         _check_without_eigenvalues(caller, entry.name, function, gradient, rtol)
-    return entry, options, chosen, rtol
+    return entry, options, chosen, function.whole_line or eps > 0
+
+
+_remembered = functools.lru_cache(maxsize=256)(_planned)
+
+
+def _planned_once(*choices: Any) -> tuple[Solver, dict[str, Any], tuple[Chosen, ...], bool]:
+    """Return the same, and look it up where the same was asked before: that is every step of a training."""
+    return _planned(*choices) if torch.compiler.is_compiling() else _remembered(*choices)
 
 
 def _check_without_eigenvalues(

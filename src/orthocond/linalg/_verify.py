@@ -7,8 +7,8 @@ set of vectors of measure zero. That takes four products with a vector. NaN anyw
 The bound: a solver returns the exact decomposition of ``A + E`` with ``|E| <= p n u |A|`` and vectors that are
 orthogonal up to ``p n u``, with the relative spacing ``u`` of the dtype and a modest ``p``; LAPACK's own tests allow
 ``p = 60``, and name 500 as the limit of the theory, which is taken here. The rounding of the four products, each at
-most ``n u / 2`` times ``|A| |x|``, is far below that. Errors are compared in the maximum norm, which is below the
-Euclidean one and can't overflow, and ``|x| = 1``, so that no product exceeds ``|A|``. Where ``A`` itself is below the
+most ``n u / 2`` times ``|A| |x|``, is far below that. Errors are measured without squares that could overflow, and
+``|x| = 1``, so that no product exceeds ``|A|``. Where ``A`` itself is below the
 normal numbers, an error of their size counts as none.
 
 Reference: Anderson et al., LAPACK Users' Guide (SIAM 1999), chapter 4; LAPACK, TESTING/sep.in and dsyt21.
@@ -24,7 +24,7 @@ from torch import Tensor
 __all__ = ["Verdict", "verified_eigen", "verified_svd"]
 
 _ALLOWED = 500
-_probes: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+_probes: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, list[float]]] = {}
 _MOST_PROBES = 256
 
 
@@ -35,8 +35,10 @@ class Verdict(NamedTuple):
     """Which matrices of the batch ``(b,)`` have a wrong decomposition; None if no one has."""
     lowest: float
     """The smallest eigenvalue over the largest absolute one, where it is the lowest in the batch."""
-    asymmetry: float
+    asymmetry: float = 0.0
     """The asymmetry that was passed in."""
+    extremes: tuple[float, float] = (0.0, 0.0)
+    """The smallest and the largest eigenvalue, if it was one matrix on the CPU."""
 
 
 def verified_eigen(A: Tensor, eigenvalues: Tensor, U: Tensor, asymmetry: Tensor | None = None) -> Verdict:
@@ -47,25 +49,30 @@ def verified_eigen(A: Tensor, eigenvalues: Tensor, U: Tensor, asymmetry: Tensor 
     n = A.shape[-1]
     if not A.numel():
         return Verdict(None, 0.0, 0.0)
+    about = torch.finfo(A.dtype)
+    bound = _ALLOWED * n * about.eps
+    if A.numel() == n * n and A.device.type == "cpu" and not A.is_complex():
+        # One matrix, and its numbers are at hand: they are compared faster than tensors.
+        if A.ndim > 2:
+            A, eigenvalues, U = A.view(n, n), eigenvalues.view(n), U.flatten(0, -3).squeeze(0)
+        x, entries = _probe(n, A.dtype, A.device)
+        y = U.mT.mv(x)
+        values = eigenvalues.tolist()
+        largest = max(values[-1], -values[0])
+        right = (
+            math.dist(U.mv(y).tolist(), entries) <= bound
+            and math.dist(U.mv(y.mul_(eigenvalues)).tolist(), A.mv(x).tolist()) < bound * largest + about.tiny
+            and values == sorted(values)
+        )
+        wrong = None if right else torch.ones(1, dtype=torch.bool)
+        lowest = values[0] / largest if largest > 0 else 0.0
+        return Verdict(wrong, lowest, 0.0 if asymmetry is None else asymmetry.item(), (values[0], values[-1]))
     if A.ndim != 3:
         A, eigenvalues, U = A.reshape(-1, n, n), eigenvalues.reshape(-1, n), U.reshape(-1, n, n)
-    x = _probe(A, n)
+    x = _probes_like(A, n)
     y = torch.bmm(U.mH, x)
     turned = torch.bmm(U, y).sub_(x)
     residual = torch.baddbmm(torch.bmm(U, y * eigenvalues.unsqueeze(-1)), A, x, beta=-1)
-    about = torch.finfo(A.dtype)
-    bound = _ALLOWED * n * about.eps
-    if A.shape[0] == 1 and A.device.type == "cpu":  # numbers are compared faster than tensors
-        (values,) = eigenvalues.tolist()
-        largest = max(values[-1], -values[0])
-        right = (
-            _size(turned).item() <= bound
-            and _size(residual).item() < bound * largest + about.tiny
-            and values == sorted(values)
-        )
-        lowest = values[0] / largest if largest > 0 else 0.0
-        wrong = None if right else torch.ones(1, dtype=torch.bool)
-        return Verdict(wrong, lowest, 0.0 if asymmetry is None else asymmetry.item())
     smallest, largest = eigenvalues[:, 0], torch.maximum(eigenvalues[:, -1], -eigenvalues[:, 0])
     right = (
         (_sizes(turned) <= bound)
@@ -87,7 +94,7 @@ def verified_svd(A: Tensor, U: Tensor, singular_values: Tensor, Vh: Tensor) -> T
     if not A.numel():
         return None
     A, U, s, Vh = A.reshape(-1, m, n), U.reshape(-1, m, m), singular_values.reshape(-1, m), Vh.reshape(-1, m, n)
-    x, z = _probe(A, n), _probe(A, m)
+    x, z = _probes_like(A, n), _probes_like(A, m)
     residual = torch.baddbmm(torch.bmm(U, torch.bmm(Vh, x) * s.unsqueeze(-1)), A, x, beta=-1)
     turned = torch.cat([torch.bmm(U, torch.bmm(U.mH, z)) - z, torch.bmm(Vh, torch.bmm(Vh.mH, z)) - z], -1)
     about = torch.finfo(A.dtype)
@@ -101,32 +108,34 @@ def verified_svd(A: Tensor, U: Tensor, singular_values: Tensor, Vh: Tensor) -> T
     return None if right.all() else ~right
 
 
-def _size(x: Tensor) -> Tensor:
-    size: Tensor = torch.linalg.vector_norm(x, math.inf)
-    return size
-
-
 def _sizes(x: Tensor) -> Tensor:
     sizes: Tensor = torch.linalg.vector_norm(x, math.inf, dim=(-2, -1))
     return sizes
 
 
-def _probe(A: Tensor, n: int) -> Tensor:
-    """Return the vector ``(b, n, 1)``: always the same one for a size, so that results can be reproduced.
+def _probes_like(A: Tensor, n: int) -> Tensor:
+    """Return the vector for each of the matrices ``A`` ``(b, ...)``: ``(b, n, 1)``."""
+    return _probe(n, A.dtype, A.device)[0].view(1, n, 1).expand(A.shape[0], n, 1)
+
+
+def _probe(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[float]]:
+    """Return the vector ``(n,)``, and its entries: always the same for a size, so that results can be reproduced.
 
     It comes from a generator of its own: the user's random state stays as it is. No entry is small, so that diagonal
     matrices are checked as well as others.
     """
-    key = (n, A.dtype, A.device)
-    x = _probes.get(key)
-    if x is None:
-        generator = random.Random(n)  # a vector in general position, not a secret
-        entries = [generator.choice((-1, 1)) * generator.uniform(1, 2) for _ in range(n)]
-        norm = math.hypot(*entries)
-        with torch.inference_mode(False):
-            x = torch.tensor([entry / norm for entry in entries], dtype=A.dtype, device=A.device).view(1, n, 1)
-        if type(x) is Tensor:  # and no fake of it
-            if len(_probes) >= _MOST_PROBES:
-                _probes.clear()
-            _probes[key] = x
-    return x if A.shape[0] == 1 else x.expand(A.shape[0], n, 1)
+    key = (n, dtype, device)
+    known = _probes.get(key)
+    if known is not None:
+        return known
+    generator = random.Random(n)  # a vector in general position, not a secret
+    entries = [generator.choice((-1, 1)) * generator.uniform(1, 2) for _ in range(n)]
+    norm = math.hypot(*entries)
+    with torch.inference_mode(False):
+        x = torch.tensor([entry / norm for entry in entries], dtype=dtype, device=device)
+    probe = (x, x.tolist())
+    if type(x) is Tensor:  # and no fake of it
+        if len(_probes) >= _MOST_PROBES:
+            _probes.clear()
+        _probes[key] = probe
+    return probe
