@@ -63,6 +63,10 @@ def _forward_mode_on() -> AbstractContextManager[object]:
     return nullcontext()
 
 
+def _requires_grad(inputs: tuple[Any, ...]) -> bool:
+    return any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
+
+
 def applied(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     """Return ``function.apply(*inputs)`` for inputs that are complete and in order.
 
@@ -77,6 +81,6 @@ def applied(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     if private.unwrap_dead_wrappers is None or not is_plain():
         return function.apply(*inputs)
     inputs = private.unwrap_dead_wrappers(inputs)
-    if _is_plain_inference():
+    if not private.forward_mode_is_on() and not (torch.is_grad_enabled() and _requires_grad(inputs)):
         return function.forward(*inputs)
     return super(torch.autograd.Function, function).apply(*inputs)  # type: ignore[misc]  # C code

@@ -27,10 +27,10 @@ from orthocond.linalg._differences import SMALLEST, shifted, split
 from orthocond.linalg._eigen import (
     Context,
     derivative,
+    eigen_functions,
     fit,
     function_of,
     noise_of,
-    eigen_functions,
     wide_symmetric,
 )
 from orthocond.linalg._functions import SQRT, Chosen

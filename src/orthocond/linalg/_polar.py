@@ -13,12 +13,14 @@ from orthocond._core.precision import at_least_float32, autocast_off, lift, narr
 from orthocond._core.registry import Entry, frozen, resolve
 from orthocond.errors import ArgumentError, check_matrix, check_nonnegative
 from orthocond.linalg._decompose import check_finite, count_failure, decompose, svd
-from orthocond.linalg._eigen import Context, eigen_vjp
+from orthocond.linalg._eigen import Context, eigen_vjp, product
 from orthocond.linalg._functions import INV_SQRT
 from orthocond.linalg._schedules import quintics
 
 __all__ = ["POLAR_SOLVERS", "PolarSolver", "nearest_orthogonal"]
 
+_LARGE = 128
+"""Rows from which on the precision of a product matters more than the calls around it."""
 # A Gram matrix in a precision of unit u has the polar factor to within about u * cond^2: up to here it will do.
 _GRAM_TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-10}
 
@@ -30,7 +32,8 @@ class PolarSolver(Entry):
     has_rank: bool = True
     """Whether the solver can tell the singular values that are to stay zero."""
     solve: Callable[..., Tensor] = lambda A: A
-    """From matrices ``(..., m, n)``, ``m <= n``, largest entry in [1, 2), to their polar factors."""
+    """From matrices ``(..., m, n)``, ``m <= n``, to their polar factors. In float64, and for a solver without the rank,
+    their largest entry is in [1, 2)."""
 
 
 @overridable
@@ -83,7 +86,8 @@ def nearest_orthogonal(A: Tensor, *, solver: str = "gram", rtol: float | None = 
     rtol = max(A.shape[-2:]) * torch.finfo(dtype).eps if rtol is None else rtol
     with autocast_off(A.device):
         wide = A if A.shape[-2] <= A.shape[-1] else A.mT
-        scale = power_of_two_scale(wide)  # the scale does not matter
+        # The scale does not matter. In float64, where the rank is found, no product of float32 numbers overflows.
+        scale = None if entry.has_rank and real_dtype(dtype) == torch.float32 else power_of_two_scale(wide)
         R = narrow(applied(_Polar, lift(wide, scale), entry.name, rtol, tuple(options.items())), A)
     return R if A.shape[-2] <= A.shape[-1] else R.mT
 
@@ -165,23 +169,36 @@ def _(A: Tensor, solver: str, rtol: float, options: list[float]) -> Tensor:
 def _by_gram(A: Tensor, rtol: float) -> Tensor:
     wide = widen(A)
     unit = torch.finfo(wide.dtype).eps
-    eigenvalues, U = decompose(wide @ wide.mH, "eigh")
-    largest = eigenvalues[..., -1:]
+    eigenvalues, U = decompose(product(wide, wide.mH), "eigh")
+    smallest, largest = eigenvalues[..., :1], eigenvalues[..., -1:]
+    # Below the first bound an eigenvalue is too small to be accurate, below the second so small that the Gram matrix
+    # can't tell whether it is to be kept.
+    uncertain, noise = unit / _GRAM_TOLERANCE[real_dtype(A.dtype)], A.shape[-2] * unit
+    if wide.is_cpu and bool((smallest > max(rtol**2, uncertain, noise) * largest).all()):  # the usual case
+        return _turned_back(U * eigenvalues.rsqrt().unsqueeze(-2), U, wide, A.dtype)
     kept = eigenvalues > rtol**2 * largest
     scale = torch.where(kept, eigenvalues, 1.0).rsqrt() * kept
-    R = ((U * scale.unsqueeze(-2)) @ U.mH) @ wide
-    # Too small to be accurate, or so small that the Gram matrix can't tell whether it is to be kept.
-    uncertain = eigenvalues < largest * (unit / _GRAM_TOLERANCE[real_dtype(A.dtype)])
-    noise = A.shape[-2] * unit
-    inaccurate = ((uncertain & kept) | (eigenvalues <= noise * largest) & (rtol**2 < noise)).any(-1) & (
-        largest[..., 0] > 0
-    )
+    R = _turned_back(U * scale.unsqueeze(-2), U, wide, A.dtype)
+    inaccurate = (eigenvalues < uncertain * largest) & kept | (eigenvalues <= noise * largest) & (rtol**2 < noise)
+    inaccurate = inaccurate.any(-1) & (largest[..., 0] > 0)
     if A.is_meta or not inaccurate.any():
         return R
     if A.ndim == 2:
         return _by_svd(A, rtol)
-    R[inaccurate] = _by_svd(A[inaccurate], rtol)
+    R[inaccurate] = _by_svd(A[inaccurate], rtol).to(R)
     return R
+
+
+def _turned_back(scaled: Tensor, U: Tensor, A: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``scaled U^H A``, where ``scaled`` are eigenvectors over singular values: by whichever order is faster.
+
+    For square matrices ``scaled^H A`` is as large as ``scaled U^H``. Its rows are orthonormal, as those of ``U`` are,
+    so that the other product loses nothing in the precision of the result.
+    """
+    m, n = A.shape[-2:]
+    if dtype != torch.float32 or n > 2 * m or m < _LARGE:
+        return product(product(scaled, U.mH), A)
+    return product(U.to(dtype), product(scaled.mH, A).to(dtype))
 
 
 def _by_svd(A: Tensor, rtol: float) -> Tensor:

@@ -56,7 +56,7 @@ def matrix_sqrth(
     Args:
         A: matrices ``(..., n, n)``, real or complex. The symmetric or Hermitian part ``(A + A^H) / 2`` is what
             counts. Eigenvalues below zero are taken for rounding noise: they count down to ``-eps / 2``, or are
-            dropped.
+            dropped. What is more than rounding is told by a warning, once in a process.
         solver: one of `SOLVERS`.
         gradient: one of `GRADIENTS`, for the solvers by eigenvalues.
         eps: added to the eigenvalues.
@@ -181,7 +181,7 @@ def resolved(
 def _planned(
     caller: str, functions: tuple[Chosen | str, ...], solver: str, gradient: str, eps: float, rtol: float | None
 ) -> tuple[Solver, dict[str, Any], tuple[Chosen, ...], bool]:
-    """Return the solver and its options, the functions, and whether no eigenvalue is dropped unless ``rtol`` says so."""
+    """Return the solver with its options, the functions as data, and whether ``rtol=None`` drops no eigenvalue."""
     check_nonnegative(eps, "eps", caller)
     if rtol is not None:
         check_nonnegative(rtol, "rtol", caller)
