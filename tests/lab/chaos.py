@@ -319,7 +319,7 @@ class Chaos:
         if refused and {**before, "config.json": 0} != {**after, "config.json": 0}:  # which may be restored
             self.fault(f"it refused, but changed {[n for n in after if before.get(n) != after[n]]}: {errors}")
         names = ("metrics.jsonl", *runs.CHECKPOINTS)
-        nothing_done = finished and "going on from" not in errors
+        nothing_done = finished and "continuing from" not in errors
         if nothing_done and code == 0 and any(before.get(name) != after.get(name) for name in names):
             self.fault(f"a finished run was changed: {errors}")
         if code == 0 and not finished and "there is nothing to do" not in errors:

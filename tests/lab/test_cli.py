@@ -147,7 +147,7 @@ def test_ctrl_c_is_told_how_to_go_on(tmp_path, command_line, monkeypatch, comman
     arguments = {"compare": ["dbn-digits", "--out", tmp_path], "report": [tmp_path], "bench": []}[command]
     done = command_line(command, *arguments)
     assert done.returncode == 130
-    assert done.stderr.startswith("orthocond: stopped; the same command goes on from the last checkpoint")
+    assert done.stderr.startswith("orthocond: stopped; rerun the command to continue from the last checkpoint")
     assert len(done.stderr.strip().splitlines()) == 1
 
 

@@ -305,7 +305,7 @@ def test_a_checkpoint_that_somebody_made_up_is_named_and_not_used(runs, original
     done = resumed(command_line, folder)
     if crafted != "a folder":
         assert done.returncode == 0, done.stderr
-        assert "is not used; going on from step 27" in done.stderr
+        assert "is not used; continuing from step 27" in done.stderr
         assert differences(originals / "finished" / "svd" / "seed-0", folder) == []
     else:  # the next checkpoint can't be written
         assert (done.returncode, "put that right" in done.stderr) == (2, True)
@@ -320,7 +320,7 @@ def test_lost_lines_are_made_up_for_from_the_checkpoint_before(runs, originals, 
     (folder / "times.jsonl").unlink()
     done = resumed(command_line, folder)
     assert done.returncode == 0, done.stderr
-    assert "metrics.jsonl is shorter than it was at the checkpoint; going on from step 27" in done.stderr
+    assert "metrics.jsonl is shorter than it was at the checkpoint; continuing from step 27" in done.stderr
     assert "times.jsonl has lost lines" in done.stderr
     assert differences(originals / "finished" / "svd" / "seed-0", folder) == []
 

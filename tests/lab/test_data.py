@@ -169,7 +169,7 @@ def test_missing_and_wrong_data_is_said_in_a_sentence(tmp_path, monkeypatch):
     (tmp_path / "damaged").mkdir()
     for split in ("train", "test"):
         (tmp_path / "damaged" / f"{split}.parquet").write_bytes(b"PAR1 this is none")
-    with pytest.raises(ArgumentError, match=r"can't read the data in .*get it anew"):
+    with pytest.raises(ArgumentError, match=r"can't read the data in .*download it again"):
         load_data(config(tmp_path / "damaged"))
     with pytest.raises(ArgumentError, match="need no --data"):
         load_data(changed(preset("dbn-digits"), {"data": "x"}))

@@ -41,7 +41,7 @@ def test_asking_does_not_lose_it(tmp_path):
             pass
         other = process("print(lock.is_held(file))", tmp_path / "run.lock")
         assert other.communicate()[0] == "True\n"
-        with pytest.raises(RunError, match="going on in another process"):
+        with pytest.raises(RunError, match="in progress in another process"):
             RunFolder(tmp_path)
     assert not is_alive(tmp_path)
 

@@ -172,7 +172,7 @@ RunFolder({str(tmp_path)!r})
 """
     with begun(tmp_path):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert "going on in another process; wait for it, or choose another folder by --out" in done.stderr
+        assert "in progress in another process; wait for it, or choose another folder with --out" in done.stderr
         assert "alive True" in done.stdout
     assert not is_alive(tmp_path)
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).returncode == 0
@@ -181,5 +181,5 @@ RunFolder({str(tmp_path)!r})
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"can't write to .*choose another folder by --out"):
+    with pytest.raises(RunError, match=r"can't write to .*choose another folder with --out"):
         RunFolder(tmp_path / "file" / "run")

@@ -150,7 +150,7 @@ def test_a_damaged_checkpoint_costs_no_more_than_the_steps_since_the_one_before(
     display = Interrupting()
     display.step = lambda record: None
     train(config, tmp_path / "parts", resume=True, display=display)
-    assert "checkpoint.pt is damaged and is not used; going on from step 22" in display.notes
+    assert "checkpoint.pt is damaged and is not used; continuing from step 22" in display.notes
     assert differences(tmp_path / "whole", tmp_path / "parts") == []
 
 

@@ -70,7 +70,7 @@ def _requires_grad(inputs: tuple[Any, ...]) -> bool:
 def applied(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     """Return ``function.apply(*inputs)`` for inputs that are complete and in order.
 
-    `torch.autograd.Function.apply` reads the signature of ``forward`` anew each time, to fill in defaults that it
+    `torch.autograd.Function.apply` reads the signature of ``forward`` again each time, to fill in defaults that it
     hasn't; at 64x64 that costs a tenth of the decomposition.
     """
     if torch.compiler.is_compiling():

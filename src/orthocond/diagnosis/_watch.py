@@ -29,7 +29,7 @@ __all__ = ["Watch"]
 
 
 class _Here(threading.local):
-    """What goes on in a thread."""
+    """What happens in a thread."""
 
     def __init__(self) -> None:
         self.watches: list[Watch] = []

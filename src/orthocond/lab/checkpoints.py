@@ -82,7 +82,7 @@ def whole_checkpoints(folder: Path, warnings: list[str]) -> Iterator[tuple[Path,
 def usable_checkpoints(
     folder: Path, config: Config, total_steps: int, warnings: list[str]
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the checkpoints from which a run can go on, the newest first; name the others in ``warnings``.
+    """Yield the checkpoints from which a run can continue, the newest first; name the others in ``warnings``.
 
     A checkpoint is usable if it is whole, of a run with this configuration (apart from where it happens), of a step
     that the run has, and if ``metrics.jsonl`` still holds what had been written by then.

@@ -47,7 +47,7 @@ __all__ = ["app", "main"]
 
 
 class _Stopped(Exception):  # noqa: N818
-    """Ctrl-C, in a form that Typer, which ends the process without a word on KeyboardInterrupt, hands on."""
+    """Ctrl-C as an exception that Typer passes on; on KeyboardInterrupt it ends the process without a word."""
 
 
 class _Commands(TyperGroup):
@@ -119,18 +119,18 @@ def _options(
 @app.command("train", epilog="Example: orthocond train dbn-digits --method svd+nog+ow+olr --seed 0 --out runs/first")
 @_with_settings
 def train_command(
-    preset_name: Annotated[str, typer.Argument(metavar="PRESET", help="One of: orthocond presets.")],
+    preset_name: Annotated[str, typer.Argument(metavar="PRESET", help="Preset name; orthocond presets lists them.")],
     settings: dict[str, str],
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the run; unset: runs/PRESET/METHOD/seed-SEED.", show_default=False)
+        Path | None, typer.Option(help="Folder of the run; default: runs/PRESET/METHOD/seed-SEED.", show_default=False)
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the folder, if there is one.")] = False,
     restart: Annotated[
         bool, typer.Option("--restart", help="Start over: move the run in the folder to FOLDER.old-1 first.")
     ] = False,
-    config: Annotated[Path | None, typer.Option(help="TOML file with settings; flags come before it.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings; flags override it.")] = None,
 ) -> None:
-    """Train a network; every setting of the preset can be changed by a flag."""
+    """Train a network; flags change any setting of the preset."""
     from orthocond.lab.train import train
 
     given = {**(from_toml(config) if config is not None else {}), **settings}
@@ -158,22 +158,22 @@ def train_command(
 )
 @_with_settings
 def compare_command(
-    preset_name: Annotated[str, typer.Argument(metavar="PRESET", help="One of: orthocond presets.")],
+    preset_name: Annotated[str, typer.Argument(metavar="PRESET", help="Preset name; orthocond presets lists them.")],
     settings: dict[str, str],
     methods: Annotated[str, typer.Option(help="paper, all, or a list: svd,svd+nog.")] = "paper",
-    seeds: Annotated[int, typer.Option(help="Runs of each method, from --seed on.", min=1)] = 3,
+    seeds: Annotated[int, typer.Option(help="Number of seeds per method, starting at --seed.", min=1)] = 3,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the runs; unset: runs/PRESET.", show_default=False)
+        Path | None, typer.Option(help="Folder of the runs; default: runs/PRESET.", show_default=False)
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with settings; flags come before it.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings; flags override it.")] = None,
     jobs: Annotated[int, typer.Option(help="Runs at a time on this machine.", min=1)] = 1,
-    shard: Annotated[str, typer.Option(help="3/8: do the third of every eight runs, for a job array.")] = "1/1",
+    shard: Annotated[str, typer.Option(help="Part of the runs, for a job array: 3/8 is every third of eight.")] = "1/1",
     engine: Annotated[str, typer.Option(help="local or ray.")] = "local",
-    address: Annotated[str | None, typer.Option(help="Of the Ray cluster.")] = None,
-    cpus: Annotated[int, typer.Option(help="Of a run on the Ray cluster.", min=1)] = 1,
-    gpus: Annotated[float, typer.Option(help="Of a run on the Ray cluster.", min=0)] = 0,
+    address: Annotated[str | None, typer.Option(help="Ray cluster address.")] = None,
+    cpus: Annotated[int, typer.Option(help="CPUs per run on the Ray cluster.", min=1)] = 1,
+    gpus: Annotated[float, typer.Option(help="GPUs per run on the Ray cluster.", min=0)] = 0,
 ) -> None:
-    """Run methods x seeds; started again, it does only what is missing."""
+    """Run methods x seeds; run it again to do only what is missing."""
     given = {**(from_toml(config) if config is not None else {}), **settings}
     if "method" in given:
         raise ArgumentError("compare takes --methods, not a single method.")
@@ -201,7 +201,7 @@ def compare_command(
 @app.command("demo", epilog="Example: orthocond demo --out runs/demo")
 def demo_command(
     out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs/demo"),
-    methods: Annotated[str, typer.Option(help="What to compare.")] = ",".join(demo.METHODS),
+    methods: Annotated[str, typer.Option(help="Methods to compare.")] = ",".join(demo.METHODS),
     seeds: Annotated[int, typer.Option(help="Runs of each method.", min=1)] = demo.SEEDS,
     jobs: Annotated[int, typer.Option(help="Runs at a time.", min=1)] = min(4, num_cores()),
 ) -> None:
@@ -227,15 +227,15 @@ def bench_command(
         str | None, typer.Argument(help="solvers, polar, geometry, layers or step; unset: all.", show_default=False)
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small problems, few rounds: does it run, not how fast.")
+        bool, typer.Option("--quick", help="Small problems and few rounds, to check that it runs.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="File for the results, beside the environment.")] = None,
+    json: Annotated[Path | None, typer.Option(help="JSON file for the results and the environment.")] = None,
     preset_name: Annotated[
         str | None, typer.Option("--preset", help="For step: the preset whose network, layers and batch are timed.")
     ] = None,
     device: Annotated[str, typer.Option(help="For step: cpu, with at most 32 images, or cuda.")] = "cpu",
 ) -> None:
-    """Measure what things cost, side by side with what one would use instead."""
+    """Measure speed and accuracy side by side with the alternatives."""
     from orthocond.lab.bench.promises import promises
     from orthocond.lab.bench.run import SUBJECTS, check_place, run, write_results
     from orthocond.lab.bench.tables import tables
@@ -276,11 +276,11 @@ def paper_command(
         Path | None, typer.Option(help="Folder with the data, or with cifar10, cifar100 and imagenet in it.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the runs; unset: runs/paper/SCALE.", show_default=False)
+        Path | None, typer.Option(help="Folder of the runs; default: runs/paper/SCALE.", show_default=False)
     ] = None,
     jobs: Annotated[int, typer.Option(help="Runs at a time on this machine.", min=1)] = min(4, num_cores()),
 ) -> None:
-    """Run what a table or figure of the paper takes, and write it with the paper's numbers beside ours."""
+    """Run what a table or figure of the paper needs, and write it with the paper's numbers beside ours."""
     from orthocond.lab.report.item_page import label, write_items
     from orthocond.lab.reproduction import planned_runs, step_times
 
@@ -342,7 +342,7 @@ def presets_command() -> None:
 
 @app.command("methods")
 def methods_command() -> None:
-    """List the methods: the paper's, the others of `all`, and how to name more."""
+    """List the methods of `paper` and `all`, and how to name more."""
     table = Table("method", "what it does", "in", box=None, pad_edge=False)
     for name in ALL:
         table.add_row(name, method(name).description, "paper, all" if name in PAPER else "all")
@@ -374,7 +374,7 @@ def carry_out(runs: list[Run], engine: Engine) -> None:
 
 
 def tell_failed(runs: list[Run], failed: list[Run]) -> None:
-    """Print what is to be noted of finished runs, and why others failed."""
+    """Print the notes of finished runs, and why others failed."""
     for run in runs:
         if run.is_finished and (note := run.result()["note"]):
             print(note, file=sys.stderr)
@@ -417,7 +417,7 @@ def main() -> None:
     except (KeyboardInterrupt, _Stopped):
         if is_first_process():
             print(
-                "orthocond: stopped; the same command goes on from the last checkpoint (train: --resume)",
+                "orthocond: stopped; rerun the command to continue from the last checkpoint (train: --resume)",
                 file=sys.stderr,
             )
         sys.exit(130)

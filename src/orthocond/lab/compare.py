@@ -60,7 +60,7 @@ class Run:
         return self.has_config and self.status.get("state") == "finished"
 
     def result(self) -> dict[str, Any]:
-        """Return the last validation error and the condition number of a finished run, and what is to be noted.
+        """Return the last validation error and the condition number of a finished run, and its notes.
 
         A number that can't be known is None.
         """
@@ -83,7 +83,7 @@ class Handle(Protocol):
     """A run that was started."""
 
     def poll(self) -> str | None:
-        """Return None while it goes on, then what went wrong, or the empty string."""
+        """Return None while it runs; afterwards what went wrong, or the empty string."""
 
     def stop(self) -> None:
         """Ask it to save and end, and wait for it."""
@@ -139,7 +139,9 @@ class _Process:
             run.folder.mkdir(parents=True, exist_ok=True)
             log = self._log.open("ab")
         except OSError as error:
-            raise RunError(f"can't write to {run.folder} ({error.strerror}); choose another folder by --out.") from None
+            raise RunError(
+                f"can't write to {run.folder} ({error.strerror}); choose another folder with --out."
+            ) from None
         with log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "orthocond.lab.worker", config.to_json(), str(run.folder)],
@@ -255,7 +257,7 @@ def folder_of(root: Path, config: Config) -> Path:
 def compare(runs: Sequence[Run], engine: Engine, console: Console) -> list[Run]:
     """Do what is left of the runs, and show a table of them meanwhile; return those that failed.
 
-    A run that fails is tried once more, from its last checkpoint, and then left with its problem; the others go on.
+    A run that fails is retried once, from its last checkpoint, and then left with its problem; the others continue.
 
     Raises:
         RunError: a folder holds a run of another configuration.

@@ -64,43 +64,43 @@ class Config:
 
     preset: str
     method: str = _setting("svd", "svd with any treatment (svd+nog+ow+olr), newton_schulz, or bn")
-    seed: int = _setting(0, "of initial weights, data order and augmentation")
+    seed: int = _setting(0, "seed of initial weights, data order and augmentation")
 
     dataset: str = _setting("digits", "digits (embedded), or the name of an image dataset on the Hugging Face hub")
     data: str | None = _setting(
         None, "folder with a local copy: parquet files, or train/ and val/ image folders", place=True
     )
-    num_classes: int = _setting(10, "classes of the dataset")
+    num_classes: int = _setting(10, "number of classes")
     pad: int = _setting(4, "padding of the random crop of images in memory")
     flip: bool = _setting(True, "flip half of the training images")
     resize: int | None = _setting(None, "resize images to this square and stream them from disk")
     crop: int = _setting(224, "random crop (centre crop for validation) of resized images")
 
     model: str = _setting("resnet18", f"one of {', '.join(MODELS)}")
-    meta: str = _setting("dbn", "where the meta-layer is: dbn (stem) or gcp (head)")
+    meta: str = _setting("dbn", "position of the meta-layer: dbn (first layer) or gcp (head)")
     small_images: bool = _setting(True, "3x3 stem with stride 1 and no pooling, instead of ImageNet's")
     width: int = _setting(64, "channels of the stem")
     reduction: int | None = _setting(None, "channels of a 1x1 convolution in front of the head")
-    eps: float | None = _setting(None, "added to the covariance; unset: the layer's own")
+    eps: float | None = _setting(None, "number added to the eigenvalues of the covariance; default: the layer's")
     last_stride: int = _setting(2, "stride of the last stage of a residual network; 1: four times as many places")
-    rtol: float | None = _setting(None, "eigenvalues below rtol times the largest are dropped; unset: the layer's own")
-    channels_last: bool = _setting(False, "lay images out with the channels last, which convolutions are faster in")
+    rtol: float | None = _setting(None, "eigenvalues below rtol times the largest are dropped; default: the layer's")
+    channels_last: bool = _setting(False, "use the channels-last layout, in which convolutions are faster")
     solver: str | None = _setting(
         None, "solver of the root: eigh, svd or newton_schulz(iterations=5), each for the methods that it fits; or both"
     )
     gradient: str = _setting("exact", f"gradient rule of the root: {', '.join(GRADIENTS)}; or e.g. pade(clamp=true)")
 
     parts: str = _setting(
-        "none", "options of treatments where the method gives none, e.g. ow(kind=operator)+olr(rule=exact)"
+        "none", "treatment options that the method does not give itself, e.g. ow(kind=operator)+olr(rule=exact)"
     )
 
     epochs: int = _setting(1, "passes over the training images")
-    steps: int | None = _setting(None, "stop after so many steps, whatever the epochs")
+    steps: int | None = _setting(None, "stop after this many steps, whatever the number of epochs")
     batch_size: int = _setting(128, "images in a step, over all devices")
     learning_rate: float = _setting(0.1, "initial learning rate")
-    momentum: float = _setting(0.9, "of SGD")
-    weight_decay: float = _setting(5e-4, "of SGD")
-    schedule: str = _setting("steps", f"of the learning rate: {', '.join(SCHEDULES)}")
+    momentum: float = _setting(0.9, "momentum of SGD")
+    weight_decay: float = _setting(5e-4, "weight decay of SGD")
+    schedule: str = _setting("steps", f"learning-rate schedule: {', '.join(SCHEDULES)}")
     milestones: tuple[int, ...] = _setting((), "epochs after which the learning rate is multiplied by gamma: 30,45")
     gamma: float = _setting(0.1, "factor of the learning rate at a milestone")
 
@@ -109,17 +109,17 @@ class Config:
     devices: str = _setting("1", "number of devices, or auto", place=True)
     nodes: int = _setting(1, "number of machines", place=True)
     workers: int = _setting(2, "processes that read and decode streamed images", place=True)
-    prefetch: int = _setting(2, "batches that each of them reads ahead", place=True)
+    prefetch: int = _setting(2, "batches that each worker reads ahead", place=True)
     cudnn_benchmark: bool = _setting(
         False, "let cuDNN try its algorithms and keep the fastest; runs are no longer the same bit for bit", place=True
     )
-    threads: int | None = _setting(None, "threads of a process; unset: PyTorch's own choice", place=True)
-    checkpoint_every: int = _setting(500, "steps between checkpoints; there is one at each epoch's end too", place=True)
-    val_images: int | None = _setting(None, "validate with so many images only, evenly spaced")
-    evaluate_every: int = _setting(1, "epochs between validations; there is one at the end always")
+    threads: int | None = _setting(None, "threads per process; default: PyTorch's choice", place=True)
+    checkpoint_every: int = _setting(500, "steps between checkpoints; each epoch ends with one too", place=True)
+    val_images: int | None = _setting(None, "validate with this many images only, evenly spaced")
+    evaluate_every: int = _setting(1, "epochs between validations; the last epoch is always validated")
     monitor: str = _setting("layer", "covariance that is watched: " + "; ".join(map(": ".join, WATCHED.items())))
     monitor_every: int = _setting(1, "steps between two records of the condition number")
-    monitor_validation: bool = _setting(False, "record the condition numbers of validation, too")
+    monitor_validation: bool = _setting(False, "also record condition numbers in validation")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", canonical(self.parts))

@@ -85,7 +85,7 @@ def _check_folder(folder: RunFolder, config: Config, resume: bool) -> None:
     if not folder.holds_a_run:
         return
     if not resume:
-        raise RunError(f"there is a run in {folder.path} already; add --resume, or choose another folder by --out.")
+        raise RunError(f"there is a run in {folder.path} already; add --resume, or choose another folder with --out.")
     stored = folder.config()
     if stored is None:
         raise RunError(

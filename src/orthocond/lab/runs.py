@@ -65,7 +65,7 @@ class RunError(OrthocondError):
         ...     RunFolder(f"{__file__}/run")
         ... except RunError as error:
         ...     print(str(error).partition("; ")[2])
-        choose another folder by --out.
+        choose another folder with --out.
     """
 
 
@@ -98,10 +98,13 @@ class RunFolder:
             self._lock = Lock(self.path / "run.lock")
         except BlockingIOError:
             raise RunError(
-                f"a run in {self.path} is going on in another process; wait for it, or choose another folder by --out."
+                f"a run in {self.path} is in progress in another process; wait for it, or choose another folder "
+                "with --out."
             ) from None
         except OSError as error:
-            raise RunError(f"can't write to {self.path} ({error.strerror}); choose another folder by --out.") from None
+            raise RunError(
+                f"can't write to {self.path} ({error.strerror}); choose another folder with --out."
+            ) from None
 
     def __enter__(self) -> Self:
         return self
@@ -157,7 +160,7 @@ class RunFolder:
                 replace(file, aside / file.name)
         except OSError as error:
             raise RunError(
-                f"can't move {self.path} to {aside} ({error.strerror}); choose another folder by --out."
+                f"can't move {self.path} to {aside} ({error.strerror}); choose another folder with --out."
             ) from None
         return aside
 
@@ -221,7 +224,7 @@ class RunFolder:
         return next((state for _, state in whole_checkpoints(self.path, self.warnings)), None)
 
     def checkpoints(self, config: Config, total_steps: int) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """Yield the checkpoints from which this run can go on, the newest first; the others are in ``warnings``."""
+        """Yield the checkpoints from which this run can continue, the newest first; the others are in ``warnings``."""
         return usable_checkpoints(self.path, config, total_steps, self.warnings)
 
     def had_checkpoint(self, steps_per_epoch: int) -> bool:
@@ -287,7 +290,8 @@ def check_same_run(path: Path | str, stored: Config, config: Config) -> None:
     differs = difference(stored, config)
     if differs is not None:
         raise RunError(
-            f"the run in {path} was begun with {differs}; go on as it was, or choose another folder by --out."
+            f"the run in {path} was begun with {differs}; continue with those settings, or choose another folder "
+            "with --out."
         )
 
 

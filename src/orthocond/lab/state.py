@@ -99,12 +99,12 @@ class RunState:
             if folder is not None:
                 folder.cut(state["sizes"])
             self.step = state["step"]
-            return f"going on from step {self.step}"
+            return f"continuing from step {self.step}"
         problem = None if folder is None else self._restore_without(folder)
         if (problem := self.fabric.broadcast(problem)) is not None:
             raise RunError(problem)
         self.step = self.fabric.broadcast(self.step)
-        return "its checkpoints are gone" if self.step else "beginning anew"
+        return "its checkpoints are gone" if self.step else "starting over"
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over what a checkpoint holds."""

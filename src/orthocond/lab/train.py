@@ -60,7 +60,7 @@ def train(
         config: what to run.
         out: the folder of the run.
         resume: continue the run that is there; a run that is finished stays as it is.
-        restart: move the run that is there into a folder beside it, and begin anew.
+        restart: move the existing run into a folder beside it, and start over.
         display: is told what happens.
 
     Raises:

@@ -72,7 +72,7 @@ def split(
 
 def shifted(eigenvalues: Tensor, eps: float) -> Tensor:
     """Return ``max(l, -eps / 2) + eps``: what is below zero may at most halve ``eps``."""
-    if torch.compiler.is_compiling():  # a bound of clamp is a constant of the graph: each eps would compile anew
+    if torch.compiler.is_compiling():  # a bound of clamp is a constant of the graph: each eps would be compiled again
         return (eigenvalues + eps / 2).clamp(min=0.0) + eps / 2
     return eigenvalues.clamp(min=-eps / 2).add_(eps)
 

@@ -40,7 +40,7 @@ class LastBatch(NamedTuple):
     num_dimensions: int
     """The input's."""
     num_processes: int
-    """How many processes the statistics were taken over."""
+    """The number of processes whose samples the statistics include."""
 
 
 class _DecorrelatedBatchNorm(MetaLayer):

@@ -12,7 +12,7 @@ from orthocond.errors import ArgumentError, NonFiniteError, check_choice, check_
 __all__ = ["RULES", "optimal_learning_rate"]
 
 RULES = ("paper", "exact")
-"""Of `optimal_learning_rate`: the paper's approximation, or the minimum of the objective itself.
+"""The rules of `optimal_learning_rate`: the paper's approximation, or the minimum of the objective itself.
 
 Example:
     >>> RULES

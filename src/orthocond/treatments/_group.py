@@ -79,7 +79,7 @@ class TreatmentGroup:
         return torch.stack([treatment.penalty() for treatment in self.treatments.values()]).sum()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is to be saved in a checkpoint, by layer."""
+        """Return the state for a checkpoint, by layer."""
         return {name: treatment.state_dict() for name, treatment in self.treatments.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

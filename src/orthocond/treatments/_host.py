@@ -181,7 +181,7 @@ class Treatment:
         return given[0] if len(given) == 1 else torch.stack(given).sum()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is to be saved in a checkpoint, plain types and tensors; the weight is in the model's."""
+        """Return the state for a checkpoint, in plain types and tensors; the weight is in the model's state."""
         return {
             "layer": self.name,
             "spec": self.spec,

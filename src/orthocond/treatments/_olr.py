@@ -20,7 +20,7 @@ class OptimalLearningRate(Part):
 
     Args:
         rule: one of `orthocond.optim.RULES`.
-        steps: act in the first so many steps alone (the paper's source mentions the first epochs); None for all.
+        steps: act in the first ``steps`` steps only (the paper's source mentions the first epochs); None for all.
         negative: use a negative :math:`\eta^*` as well, as the switch of eq. 21 reads. It takes a step uphill, so by
             default only :math:`0 < \eta^* < lr` is used.
 

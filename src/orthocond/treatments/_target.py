@@ -71,7 +71,7 @@ class Target:
         self._at_detach.append(function)
 
     def warn(self, message: str) -> None:
-        """Warn whoever treats the layer; for `Part.install`."""
+        """Warn the caller of `treat`; for `Part.install`."""
         self.warnings.append(message)
 
     def detach(self) -> None:
@@ -85,7 +85,7 @@ class Target:
 
     @property
     def is_blind(self) -> bool:
-        """Whether forwards are to be seen, and none has been."""
+        """Whether a part waits for a forward pass, and none has been seen."""
         return bool(self._hooks) and not any(hook.has_run for hook in self._hooks)
 
 

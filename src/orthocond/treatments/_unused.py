@@ -9,13 +9,13 @@ from orthocond.errors import OrthocondWarning
 __all__ = ["Unused"]
 
 _BACKWARDS = 2
-"""How many backward passes may come before the treatment is put to use."""
+"""The number of backward passes without use before the warning."""
 
 
 class Unused:
-    """What is still to be done with a treatment, told once training goes on without it.
+    """What a treatment still needs; it warns when training continues without it.
 
-    The parameter's gradient is what shows that training goes on: after the second backward pass without `attach` or
+    The parameter's gradient shows that training continues: after the second backward pass without `attach` or
     ``penalty``, a warning says which is missing. The hook holds the treatment's name alone, so a treatment that nobody
     kept warns as well.
 
@@ -52,14 +52,15 @@ class Unused:
         self._close()
         if "attach" in self.missing:
             warn(
-                f"the treatment {self.spec} of {self.name!r} has no effect: training goes on, and it is not attached; "
+                f"the treatment {self.spec} of {self.name!r} has no effect: the model is being trained, and the "
+                "treatment is not attached; "
                 "call treatment.attach(optimizer) after the optimizer is made.",
                 OrthocondWarning,
                 stacklevel=2,
             )
         if "penalty" in self.missing:
             warn(
-                f"the treatment {self.spec} of {self.name!r} adds a penalty, and nobody asked for it; add "
+                f"the treatment {self.spec} of {self.name!r} has a penalty that is not in the loss; add "
                 "treatment.penalty() to the loss.",
                 OrthocondWarning,
                 stacklevel=2,

@@ -131,7 +131,7 @@ def _why_not(package: str) -> str:
         return "not installed"
     try:
         importlib.import_module(PACKAGES[package])
-    except Exception as error:  # of another's package: whatever it is, the others go on
+    except Exception as error:  # of another's package: whatever it is, the others continue
         return f"can't be imported: {error}"
     return ""
 

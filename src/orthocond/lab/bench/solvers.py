@@ -103,7 +103,7 @@ def measure(cell: Cell, *, quick: bool) -> list[dict[str, Any]]:
         record: dict[str, Any] = {"size": cell.size, "batch": cell.batch, "spectrum": cell.spectrum, "contestant": name}
         try:
             record |= _judged(root, asked)
-        except Exception as error:  # of another's code: whatever it is, the others go on
+        except Exception as error:  # of another's code: whatever it is, the others continue
             record["failed"] = next(iter(str(error).strip().splitlines()), type(error).__name__)
         else:
             running[name] = forward_backward(root, asked.A, asked.G)

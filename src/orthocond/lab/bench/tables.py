@@ -106,8 +106,8 @@ def _whatever(records: Records) -> Table:
         rows.append([f"{batch}x{size}x{size}", *cells])
     return Table(
         "Accurate whatever the spectrum",
-        f"Who doesn't know the spectrum needs a way that is below {ACCURATE:.0e} on all of them. Forward and backward "
-        f"of those that are, over {DEFAULT}: geometric means over the spectra measured.",
+        f"If you don't know the spectrum, you need a method that is below {ACCURATE:.0e} on all of them. "
+        f"Forward and backward of those that are, over {DEFAULT}: geometric means over the spectra measured.",
         ["matrices", *names],
         rows,
     )

@@ -110,7 +110,7 @@ def _from_folder(folder: Path) -> Any:
             return datasets.load_dataset("imagefolder", data_dir=str(folder))
     except Exception as error:  # damaged files: pyarrow's and Pillow's own errors, and datasets' around them
         reason = " ".join(str(error.__cause__ or error).split())[:200]
-        raise ArgumentError(f"can't read the data in {folder} ({reason}); get it anew.") from None
+        raise ArgumentError(f"can't read the data in {folder} ({reason}); download it again.") from None
     raise ArgumentError(
         f"{folder} holds neither parquet files nor image folders; it should have train.parquet and test.parquet, or "
         "train/CLASS/*.jpg and val/CLASS/*.jpg."
@@ -144,7 +144,7 @@ def _decoded(split: Any, config: Config) -> Images:
     try:
         saved = torch.load(file, weights_only=True, mmap=True)
         return Images(saved["pixels"], saved["labels"])
-    except Exception:  # not there, or damaged: it is made anew
+    except Exception:  # missing or damaged: it is made again
         images = _decode(split, config)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -170,7 +170,7 @@ def _decode(split: Any, config: Config) -> Images:
                 arrays.append(np.asarray(image.convert(mode)))
             except (OSError, UnidentifiedImageError) as error:
                 raise ArgumentError(
-                    f"image {len(arrays)} of {config.data or config.dataset} is damaged ({error}); get it anew."
+                    f"image {len(arrays)} of {config.data or config.dataset} is damaged ({error}); download it again."
                 ) from None
     if len({array.shape for array in arrays}) > 1:
         raise ArgumentError(

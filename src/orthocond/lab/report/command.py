@@ -25,7 +25,7 @@ def report(
         str, typer.Option("--marks", help="; ".join(f"{name}: mark {what}" for name, what in MARKS.items()) + ".")
     ] = "noise",
     watch: Annotated[
-        bool, typer.Option("--watch", help="Write it anew while runs are going on, until Ctrl-C.")
+        bool, typer.Option("--watch", help="Rewrite it while runs are in progress, until Ctrl-C.")
     ] = False,
     every: Annotated[float, typer.Option("--every", help="Seconds between two looks with --watch.", min=0.1)] = 30.0,
 ) -> None:

@@ -34,7 +34,7 @@ __all__ = ["page", "rendered", "section_data"]
 
 
 def page(report: Report, *, refresh: int | None = None) -> str:
-    """Return the page; with ``refresh``, the browser loads it anew every so many seconds."""
+    """Return the page; with ``refresh``, the browser reloads it every ``refresh`` seconds."""
     methods = {method for section in report.sections for method in section.experiment.methods}
     styles = styles_of(methods)
     charts = [charts_of(section.experiment) for section in report.sections]

@@ -1,4 +1,4 @@
-"""Writing a report, once or again and again while runs are going on."""
+"""Writing a report once, or repeatedly while runs are in progress."""
 
 import os
 import time
@@ -83,9 +83,9 @@ def watch_report(
     marks: str = "noise",
     on_written: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write the HTML report anew whenever a run has changed, until interrupted; then once more, and return its path.
+    """Rewrite the HTML report whenever a run has changed, until interrupted; then once more, and return its path.
 
-    The page loads itself anew while it is watched, and no longer after that. Runs that didn't change aren't read again.
+    The page reloads itself while it is watched, and stops after that. Runs that didn't change aren't read again.
 
     Args:
         folders: as for `write_report`.
