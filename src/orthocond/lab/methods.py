@@ -39,11 +39,11 @@ class Method:
     name: str
     """The canonical spelling: ``svd+nog+ow(kind=operator)+olr``."""
     solver: str | None
-    """Of the meta-layer; None where there is none."""
+    """Solver of the meta-layer; None without one."""
     treatment: str
     """For `orthocond.treat`; ``"none"`` for none."""
     options: Mapping[str, float] = field(default_factory=dict)
-    """Of the meta-layer, in place of the configuration's: ``eps``, ``rtol``."""
+    """Options of the meta-layer that override the configuration's: ``eps``, ``rtol``."""
 
     @property
     def description(self) -> str:

@@ -46,7 +46,7 @@ class SkewOrthogonalConv2d(nn.Conv2d):
     normalize = False
     """Whether the kernel is scaled down to a norm of at most 1, by its bound."""
     norm_bound = 4
-    """What the norm of the kernel, as a map of images, is at most."""
+    """Upper bound of the kernel's norm as a map of images."""
 
     @classmethod
     def take_over(cls, module: nn.Module, name: str = "weight", *, normalize: bool) -> Self:
@@ -111,7 +111,7 @@ class SkewOrthogonalConv2d(nn.Conv2d):
         return {"norm_bound": self.norm_bound}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        """Take it over."""
+        """Restore what the state holds beside tensors."""
         self.norm_bound = state["norm_bound"]
 
     def _convolve(self, x: Tensor, kernel: Tensor) -> Tensor:

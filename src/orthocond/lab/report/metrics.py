@@ -61,7 +61,7 @@ class Metrics:
     counts: dict[str, int]
     """For each of them the number of steps in which it was set."""
     failures: int
-    """Of the solver, in all processes, in training and validation."""
+    """Solver failures in all processes, in training and validation."""
     at_end: dict[str, float]
     """Each of `CONDITIONS` and ``rank`` at the end of training; NaN where there is none."""
     seconds: dict[str, float]

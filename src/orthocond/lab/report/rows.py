@@ -62,12 +62,12 @@ class Row:
     """The validation error in percent after the last epoch, of each finished run by seed."""
     error: Estimate
     error5: Estimate
-    """Of the top-5 error."""
+    """Statistics of the top-5 error."""
     best: Estimate
-    """Of the lowest validation error of any epoch: not known before the end, so lower than a fair one."""
+    """Statistics of the lowest validation error of any epoch: chosen afterwards, so lower than a fair one."""
     best5: Estimate
     difference: Difference | None
-    """Of the error to `BASELINE`'s; ``None`` for itself and where it is not there."""
+    """Difference of the error to `BASELINE`'s; ``None`` for itself and without a baseline."""
     p_corrected: float
     verdict: str
     """One of `VERDICTS`, or empty without a difference."""
@@ -82,11 +82,11 @@ class Row:
     """The one of them that the experiment is judged by."""
     rank: Estimate
     failures: int
-    """Of the solver, in all runs and processes, in training and validation."""
+    """Solver failures in all runs and processes, in training and validation."""
     shares: Mapping[str, float]
     """For each flag that a treatment notes the share of all steps in which it was set; NaN for the other methods."""
     seconds: Mapping[str, Estimate]
-    """Of a step, and of it ``forward``, ``backward``, ``update``."""
+    """Time of a step, and of its parts ``forward``, ``backward``, ``update``."""
     overhead: float
     """The mean seconds of a step relative to `BASELINE`'s, less 1; NaN where there is none."""
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["METRICS", "MOMENTA", "Gauge"]
 
 MOMENTA = ("keep", "reset", "transform")
-"""What becomes of the optimizer's momentum: it stays, starts from zero, or is multiplied by ``T^(-1)``."""
+"""What happens to the optimizer's momentum: it stays, starts from zero, or is multiplied by ``T^(-1)``."""
 
 METRICS = ("input", "weight")
 """How a step is measured after a change: as if the layer's input were white, or in the new weight's own coordinates.
@@ -45,7 +45,7 @@ Example:
 _MOMENTUM_KEYS = ("momentum_buffer", "exp_avg")
 
 _LARGEST_MISMATCH = 0.05
-"""By how much the covariance of what the layer was seen to get may differ from that of what the whitening got."""
+"""Largest relative difference allowed between the covariance of the layer's watched input and the whitened one."""
 
 _CONSTRAINED = "gauge replaces the weight, which {} constrains; use gauge without it."
 
