@@ -72,8 +72,9 @@ compat: $(COMPAT)/oldest/.installed $(COMPAT)/newest/.installed  ## the library'
 links: $(STAMP)  ## ask every address on the pages whether it answers; needs a network
 	$(BIN)/python docs/_site/pages.py
 
-pictures: $(LAB)  ## the pictures of docs/explanation, again
+pictures: $(STAMP)  ## draw the pictures of docs/explanation and of README.md again
 	$(BIN)/python docs/explanation/pictures.py
+	$(BIN)/python docs/_site/notebooks.py
 
 bench: $(STAMP)  ## what things cost, measured side by side: results/bench, docs/benchmark.md; 20 minutes, on a quiet machine
 	for subject in solvers functions polar geometry layers step; do \
