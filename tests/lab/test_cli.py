@@ -33,7 +33,7 @@ def test_help_shows_an_example(command, command_line):
 def test_an_unknown_subject_of_the_benchmark_is_one_sentence(command_line):
     done = command_line("bench", "solver")
     assert done.returncode == 2
-    assert "choose one of solvers, polar, geometry, layers, step. Did you mean 'solvers'?" in done.stderr
+    assert "choose one of solvers, functions, polar, geometry, layers, step. Did you mean 'solvers'?" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 

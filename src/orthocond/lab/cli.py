@@ -224,7 +224,8 @@ app.command("report", epilog="Example: orthocond report runs/sweep -o report.htm
 @app.command("bench", epilog="Example: orthocond bench solvers --json results/bench/solvers.json")
 def bench_command(
     subject: Annotated[
-        str | None, typer.Argument(help="solvers, polar, geometry, layers or step; unset: all.", show_default=False)
+        str | None,
+        typer.Argument(help="solvers, functions, polar, geometry, layers or step; default: all.", show_default=False),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small problems and few rounds, to check that it runs.")
@@ -268,7 +269,7 @@ def paper_command(
     settings: dict[str, str],
     items: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ITEM]...", help="table1 to table6, figure1 to figure5, or all; unset: list them."),
+        typer.Argument(metavar="[ITEM]...", help="table1 to table6, figure1 to figure5, or all; default: list them."),
     ] = None,
     scale: Annotated[str, typer.Option(help=f"{', '.join(SCALES)}: how large the runs are.")] = "digits",
     seeds: Annotated[int, typer.Option(help="Runs of each method; the paper has ten on CIFAR.", min=1)] = 2,
