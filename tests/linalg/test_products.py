@@ -60,6 +60,7 @@ def test_thousands_of_covariances_inside_the_bounds():
     assert total > 5000
 
 
+@pytest.mark.filterwarnings("ignore:a matrix with a negative eigenvalue:orthocond.errors.OrthocondWarning")
 @pytest.mark.parametrize("position", ["gap", "edge", "above dropped", "negative", "spread"])
 def test_outside_the_bounds_it_is_decomposed(position):
     generator = torch.Generator().manual_seed(1)
