@@ -73,7 +73,7 @@ def covariance_sqrth(
         The roots ``(..., d, d)``, in the dtype and on the device of ``X``.
 
     Raises:
-        As `covariance` and `matrix_sqrth`.
+        ArgumentError, DtypeError, NonFiniteError, SolverError: as in `covariance` and `matrix_sqrth`.
 
     Reference:
         Higham, Functions of Matrices, 2008, theorem 1.35; Song, Sebe, Wang 2022, eqs. 2 and 4.
