@@ -399,3 +399,9 @@ def test_a_run_of_version_0_1_is_continued_from_its_checkpoint(tmp_path):
     assert now[:4] == then[:4]
     for name in ("loss", "lr", "pre_svd_lr", "eta", "cond"):
         assert now[4][name] == pytest.approx(then[4][name], rel=1e-3)
+
+
+def test_the_condition_number_with_eps_is_that_of_the_method_s_own_eps(tmp_path):
+    train(digits(method="svd(eps=0.01, rtol=0)", steps=2, val_images=50), tmp_path)
+    record = read_records(tmp_path, "step")[0]
+    assert record["cond_eps"] < 0.9 * record["cond"]

@@ -218,6 +218,14 @@ def test_operator_is_the_exponential_of_its_convolution(channels, scale):
     assert torch.allclose(layer(x).double(), truth, atol=1e-6 * layer.norm_bound)
 
 
+def test_a_state_of_version_0_1_loads_into_the_operator():
+    layer = orthogonal_weight(nn.Conv2d(2, 3, 3, padding=1), kind="operator", normalize=False)
+    state = layer.state_dict()
+    state["_extra_state"] = {"num_repeats": 7}
+    layer.load_state_dict(state)
+    assert layer.norm_bound == 7
+
+
 def test_gradcheck_of_the_operator():
     layer = orthogonal_weight(nn.Conv2d(1, 2, 3, padding=1).double(), kind="operator")
 

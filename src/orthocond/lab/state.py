@@ -110,7 +110,12 @@ class RunState:
         """Take over what a checkpoint holds."""
         self.network.load_state_dict(state["model"])
         self.sgd.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
+        # A run of version 0.1 has one more group, for olr, with the schedule of the others.
+        num_groups = len(self.sgd.param_groups)
+        of_groups = {
+            name: each[:num_groups] if isinstance(each, list) else each for name, each in state["scheduler"].items()
+        }
+        self.scheduler.load_state_dict(of_groups)
         if self.treatment is not None:
             self.treatment.load_state_dict(state["treatment"])
         self.fabric.strategy.precision.load_state_dict(state["precision"])

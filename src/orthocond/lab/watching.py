@@ -33,7 +33,8 @@ class Watch:
     """
 
     def __init__(self, network: nn.Module, config: Config, step: int) -> None:
-        name, has_meta = _META_LAYERS[config.meta], method(config.method, config.parts).solver is not None
+        name, chosen = _META_LAYERS[config.meta], method(config.method, config.parts)
+        has_meta = chosen.solver is not None
         self.monitor: ConditionMonitor | None = None
         if config.monitor != "none" and (has_meta or config.meta == "dbn"):
             self.monitor = ConditionMonitor(
@@ -42,7 +43,7 @@ class Watch:
                 layers=[name] if config.monitor == "input" or not has_meta else None,
                 rtol=CUT,
                 evaluation=config.monitor_validation,
-                eps=config.eps or 0.0,
+                eps=chosen.options.get("eps", config.eps) or 0.0,
             )
             self.monitor.resume(step)
         self.step = step

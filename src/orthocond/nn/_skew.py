@@ -111,8 +111,8 @@ class SkewOrthogonalConv2d(nn.Conv2d):
         return {"norm_bound": self.norm_bound}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        """Restore what the state holds beside tensors."""
-        self.norm_bound = state["norm_bound"]
+        """Restore what the state holds beside tensors; version 0.1 called the same number ``num_repeats``."""
+        self.norm_bound = state["norm_bound"] if "norm_bound" in state else state["num_repeats"]
 
     def _convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
         padding = _padding(self)
