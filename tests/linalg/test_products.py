@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -156,7 +157,7 @@ def test_a_compiled_training_step_is_products_alone():
 
     def recorded(graph, inputs):
         graphs.append(graph.graph)
-        return graph
+        return make_boxed_func(graph)
 
     x, g = noise(8, 6, 10, 10), noise(8, 6, 10, 10, seed=2)
     layer = DecorrelatedBatchNorm2d(6, solver="products")

@@ -5,14 +5,13 @@ dimensions are arbitrary, dtype and device are kept, the input is never changed,
 independent of its neighbours, forward and backward.
 """
 
+from orthocond.linalg._counts import solver_failures, solver_fallbacks
 from orthocond.linalg._covariance import covariance
-from orthocond.linalg._decompose import solver_failures
 from orthocond.linalg._distances import bures_distance, frechet_distance, gaussian_frechet_distance
 from orthocond.linalg._functions import FUNCTIONS
 from orthocond.linalg._gradients import GRADIENTS
 from orthocond.linalg._polar import POLAR_SOLVERS, nearest_orthogonal
 from orthocond.linalg._powers import matrix_exph, matrix_functionh, matrix_logh, matrix_powerh
-from orthocond.linalg._products import solver_fallbacks
 from orthocond.linalg._projector import spectral_projector, top_eigenvector
 from orthocond.linalg._roots import SOLVERS, matrix_inv_sqrth, matrix_sqrth, matrix_sqrth_pair
 from orthocond.linalg._rotation import Alignment, nearest_rotation, procrustes

@@ -7,9 +7,7 @@ and by the SVD. Every attempt that fails is counted.
 
 import cmath
 import math
-import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -18,51 +16,22 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # documented
 
 from orthocond._core.precision import real_dtype, widen
 from orthocond.errors import NonFiniteError, OrthocondWarning, SolverError
+from orthocond.linalg._counts import count_failure
 from orthocond.linalg._threads import eigh
 from orthocond.linalg._verify import verified_eigen, verified_svd
 
 __all__ = [
     "DECOMPOSITIONS",
     "check_finite",
-    "count_failure",
     "decompose",
     "retried",
-    "solver_failures",
     "svd",
     "warn_of_input",
 ]
 
 Decomposition = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-_failures: Counter[str] = Counter()
-_lock = threading.Lock()
 _warned: set[str] = set()
-_COUNTED = ("eigh", "svd", "newton_schulz", "pade")
-
-
-def solver_failures(*, reset: bool = False) -> dict[str, int]:
-    """Return how many attempts at a root or decomposition failed, by the solver that failed.
-
-    An attempt fails if it does not converge, or if its result is wrong: every decomposition is checked. The counts are
-    of this process since it started, or since the last ``reset``. An attempt that fails is retried (see `SolverError`
-    for what happens when all retries fail), so a count above zero does not mean that a result is missing. The paper
-    reports these counts as *failure times* (Table 5).
-
-    Args:
-        reset: set all counts to zero after reading them.
-
-    Returns:
-        The number of failed attempts for each solver, zeros included.
-
-    Example:
-        >>> list(solver_failures())
-        ['eigh', 'svd', 'newton_schulz', 'pade']
-    """
-    with _lock:
-        counts = {name: _failures[name] for name in _COUNTED}
-        if reset:
-            _failures.clear()
-    return counts
 
 
 def decompose(
@@ -285,9 +254,3 @@ def check_finite(A: Tensor) -> None:
         f"{where} to be decomposed holds NaN or infinity ({int((~finite).sum())} entries); look for the overflow in "
         "the layers in front, e.g. with torch.autograd.set_detect_anomaly(True), or lower the learning rate."
     )
-
-
-def count_failure(solver: str, times: int = 1) -> None:
-    """Count attempts that did not converge."""
-    with _lock:
-        _failures[solver] += times

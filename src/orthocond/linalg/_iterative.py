@@ -17,7 +17,8 @@ from torch import Tensor
 
 from orthocond._core.applying import applied, with_forward_mode
 from orthocond._core.precision import autocast_off, finite, lift, narrow, widen
-from orthocond.linalg._decompose import check_finite, count_failure, decompose
+from orthocond.linalg._counts import count_failure
+from orthocond.linalg._decompose import check_finite, decompose
 from orthocond.linalg._differences import split
 from orthocond.linalg._eigen import Context, batched, function_of, symmetric
 from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen

@@ -12,7 +12,8 @@ from orthocond._core.overriding import overridable
 from orthocond._core.precision import at_least_float32, autocast_off, lift, narrow, real_dtype, widen
 from orthocond._core.registry import Entry, frozen, resolve
 from orthocond.errors import ArgumentError, check_matrix, check_nonnegative
-from orthocond.linalg._decompose import check_finite, count_failure, decompose, svd
+from orthocond.linalg._counts import count_failure
+from orthocond.linalg._decompose import check_finite, decompose, svd
 from orthocond.linalg._eigen import Context, eigen_vjp, product
 from orthocond.linalg._functions import INV_SQRT
 from orthocond.linalg._schedules import quintics

@@ -20,7 +20,6 @@ equation. Between a kept and a dropped one it is ``f(l_i) / (l_i - l_j)``, the p
 forward and reverse mode share it, and no step of an iteration is kept for it. Second derivatives are by eigenvalues.
 """
 
-import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -29,51 +28,19 @@ from torch import Tensor
 from orthocond._core.applying import applied, with_forward_mode
 from orthocond._core.precision import autocast_off, finite, lift, narrow
 from orthocond.errors import ArgumentError
+from orthocond.linalg._counts import count_fallbacks
 from orthocond.linalg._eigen import Context, batched, eigen_derivatives, eigen_functions, symmetric
 from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen
 from orthocond.linalg._iterative import is_above
 from orthocond.linalg._schedules import quintics
 from orthocond.linalg._solver import Solver
 
-__all__ = ["PRODUCTS_SOLVERS", "Bounds", "condition_on_support", "solver_fallbacks"]
+__all__ = ["PRODUCTS_SOLVERS", "Bounds", "condition_on_support"]
 
 _TOLERANCE = 80.0
 """For the residuals, relative to the norm of the projector, in units of the machine's: 1e-5 in float32."""
 _ERROR = 8.0
 """What the schedules aim at, in the same units: 1e-6 in float32."""
-
-_fallbacks = 0
-_lock = threading.Lock()
-
-
-def solver_fallbacks(*, reset: bool = False) -> dict[str, int]:
-    """Return how many matrices were decomposed because a certificate of their solver did not hold.
-
-    A fall-back is no failure: its result is that of ``"eigh"``. The counts are of this process since it started, or
-    since the last ``reset``.
-
-    Args:
-        reset: set the counts to zero after reading them.
-
-    Returns:
-        The number of matrices for each solver that has a certificate.
-
-    Example:
-        >>> from orthocond.linalg import matrix_sqrth
-        >>> _ = solver_fallbacks(reset=True)
-        >>> _ = matrix_sqrth(torch.diag(torch.tensor([1.0, 0.5, 0.0])), solver="products")
-        >>> solver_fallbacks()
-        {'products': 0}
-        >>> _ = matrix_sqrth(torch.diag(torch.tensor([1.0, 0.01, 0.0])), solver="products")  # within the gap
-        >>> solver_fallbacks()
-        {'products': 1}
-    """
-    global _fallbacks
-    with _lock:
-        counts = {"products": _fallbacks}
-        if reset:
-            _fallbacks = 0
-    return counts
 
 
 def products_roots(
@@ -261,11 +228,9 @@ class _Products(torch.autograd.Function):
 
 def _decomposed(B: Tensor, Q: Tensor, S: Tensor, holds: Tensor, dropped: float, eps: float) -> tuple[Tensor, Tensor]:
     """Return the roots with those that are not certified replaced by the ones from eigenvalues, and count these."""
-    global _fallbacks
     failed = (~holds).nonzero().flatten().to(B.device)
     roots, _ = _by_eigenvalues(B[failed], dropped, eps)
-    with _lock:
-        _fallbacks += len(failed)
+    count_fallbacks("products", len(failed))
     Q, S = (whole.index_copy(0, failed, root) for whole, root in zip((Q, S), roots, strict=True))
     return Q, S
 

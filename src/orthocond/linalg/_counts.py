@@ -1,0 +1,87 @@
+"""What is counted of solvers: attempts that failed, and matrices that a certificate sent to a decomposition."""
+
+import threading
+from collections import Counter
+
+__all__ = ["count_failure", "count_fallbacks", "solver_failures", "solver_fallbacks"]
+
+
+class _Counts:
+    """Counts by name, of this process, from any thread."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._counter: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, name: str, times: int) -> None:
+        with self._lock:
+            self._counter[name] += times
+
+    def read(self, *, reset: bool) -> dict[str, int]:
+        with self._lock:
+            counts = {name: self._counter[name] for name in self._names}
+            if reset:
+                self._counter.clear()
+        return counts
+
+
+_failures = _Counts("eigh", "svd", "newton_schulz", "pade")
+_fallbacks = _Counts("products")
+
+
+def solver_failures(*, reset: bool = False) -> dict[str, int]:
+    """Return how many attempts at a root or decomposition failed, by the solver that failed.
+
+    An attempt fails if it does not converge, or if its result is wrong: every decomposition is checked. The counts are
+    of this process since it started, or since the last ``reset``. An attempt that fails is retried (see `SolverError`
+    for what happens when all retries fail), so a count above zero does not mean that a result is missing. The paper
+    reports these counts as *failure times* (Table 5).
+
+    Args:
+        reset: set all counts to zero after reading them.
+
+    Returns:
+        The number of failed attempts for each solver, zeros included.
+
+    Example:
+        >>> list(solver_failures())
+        ['eigh', 'svd', 'newton_schulz', 'pade']
+    """
+    return _failures.read(reset=reset)
+
+
+def solver_fallbacks(*, reset: bool = False) -> dict[str, int]:
+    """Return how many matrices were decomposed because a certificate of their solver did not hold.
+
+    A fall-back is no failure: its result is that of ``"eigh"``. The counts are of this process since it started, or
+    since the last ``reset``.
+
+    Args:
+        reset: set the counts to zero after reading them.
+
+    Returns:
+        The number of matrices for each solver that has a certificate.
+
+    Example:
+        >>> import torch
+        >>> from orthocond.linalg import matrix_sqrth, solver_fallbacks
+        >>> _ = solver_fallbacks(reset=True)
+        >>> _ = matrix_sqrth(torch.diag(torch.tensor([1.0, 0.5, 0.0])), solver="products")
+        >>> solver_fallbacks()
+        {'products': 0}
+        >>> _ = matrix_sqrth(torch.diag(torch.tensor([1.0, 0.01, 0.0])), solver="products")  # within the gap
+        >>> solver_fallbacks()
+        {'products': 1}
+    """
+    return _fallbacks.read(reset=reset)
+
+
+def count_failure(solver: str, times: int = 1) -> None:
+    """Count attempts that failed."""
+    _failures.add(solver, times)
+
+
+def count_fallbacks(solver: str, times: int) -> None:
+    """Count matrices that were decomposed for want of a certificate."""
+    _fallbacks.add(solver, times)
