@@ -105,6 +105,17 @@ def test_the_logger_gets_condition_numbers_and_what_the_treatment_did(tmp_path):
     assert "net.1" in str(callbacks[1].monitor)
 
 
+def test_accumulated_batches_log_once_for_each_step(tmp_path):
+    logger = lightning.pytorch.loggers.CSVLogger(tmp_path, name="", version="")
+    logged = []
+    log_metrics = logger.log_metrics
+    logger.log_metrics = lambda metrics, step: logged.append((step, min(metrics))) or log_metrics(metrics, step)
+    callbacks = [TreatmentCallback("net.0", "ol"), ConditionCallback()]
+    trainer(tmp_path, callbacks, epochs=4, logger=logger, accumulate_grad_batches=3).fit(Module(), loader())
+    ours = [(step, name.partition("/")[0]) for step, name in logged if "/" in name]
+    assert ours == [(1, "treatment"), (1, "condition"), (3, "treatment"), (3, "condition")]
+
+
 def test_the_layer_is_found_from_the_example_input(tmp_path):
     module = Module()
     module.example_input_array = noise(8, 6)

@@ -134,3 +134,12 @@ def test_what_is_for_real_matrices_says_so():
         nearest_rotation(noise(3, 3))
     with pytest.raises(DtypeError, match="floating or complex"):
         matrix_sqrth(torch.ones(2, 2, dtype=torch.long))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("shape", [(0, 3, 3), (0, 0), (2, 0, 0)])
+def test_empty_batches_and_matrices(solver, shape):
+    A = torch.zeros(shape, dtype=torch.complex64, requires_grad=True)
+    Q, S = matrix_sqrth_pair(A, solver=solver)
+    (Q.abs().sum() + S.abs().sum()).backward()
+    assert Q.shape == S.shape == A.grad.shape == shape

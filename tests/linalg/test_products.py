@@ -131,6 +131,11 @@ def test_eps_zero_matrices_noise_and_errors():
         matrix_sqrth(torch.full((2, 2), torch.nan), solver="products")
     with pytest.raises(ArgumentError, match="0 < dropped < kept < 1"):
         matrix_sqrth(A, solver="products(kept=1e-5)")
+    with pytest.raises(ArgumentError, match="dropped < kept / n"):  # no gap is left by the bound of the largest
+        matrix_sqrth(A, solver="products(kept=0.5, dropped=0.45)")
+    with pytest.raises(NonFiniteError, match=r"matrix \(1, 2\) of the batch \(2, 4\)"):
+        matrix_sqrth(A.repeat(2, 4, 1, 1).index_put([torch.tensor(i) for i in (1, 2, 0, 0)], torch.tensor(torch.nan)),
+                     solver="products")  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from orthocond.errors import NonFiniteError
 from orthocond.linalg import SOLVERS
 from orthocond.linalg._roots import spectral
 from orthocond.linalg._spectrum import spectrum_of
@@ -86,3 +87,11 @@ def test_compiled_with_a_floor():
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     found, truth = (torch.autograd.grad(f(A, floor), A, G)[0] for f in (compiled, function))
     assert torch.allclose(found, truth)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_nan_is_no_noise(solver):
+    A, floor = matrix().repeat(2, 1, 1), torch.tensor([0.0, torch.nan], dtype=torch.float64)
+    A[1] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"matrix \(1,\) of the batch \(2,\)"):
+        with_floor(A, floor, solver=solver)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from orthocond import ConditionMonitor, treat
+from orthocond.errors import NonFiniteError
 from orthocond.linalg import SOLVERS
 from orthocond.nn import (
     CovariancePool2d,
@@ -145,3 +146,12 @@ def test_healthy_features_are_whitened_as_without_a_floor(monkeypatch):
     found = DecorrelatedBatchNorm2d(6)(x)
     monkeypatch.setattr("orthocond.nn._whitening.noise_floor", lambda mean, *_: torch.zeros_like(mean[..., 0]))
     assert torch.equal(found, DecorrelatedBatchNorm2d(6)(x))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("make", [CovariancePool2d, lambda **given: DecorrelatedBatchNorm2d(4, **given)])
+def test_nan_is_told_and_not_taken_for_noise(make, solver):
+    x = noise(2, 4, 5, 5)
+    x[1, 0, 0, 0] = torch.nan
+    with pytest.raises(NonFiniteError):
+        make(solver=solver)(x)

@@ -15,7 +15,31 @@ except ImportError:
 __all__ = ["ConditionCallback", "TreatmentCallback"]
 
 
-class TreatmentCallback(Callback):
+class _LoggingCallback(Callback):
+    """A callback whose numbers go to all loggers, at the steps of the optimizer that the trainer logs."""
+
+    _step_before = 0
+
+    def numbers(self) -> dict[str, float]:
+        """Return what is logged."""
+        raise NotImplementedError
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Take note of the step: a batch whose gradient is accumulated takes none."""
+        self._step_before = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Log the numbers, if the trainer logs after this step."""
+        every: int = getattr(trainer, "log_every_n_steps", 0)
+        if not trainer.is_global_zero or not trainer.loggers or every < 1:
+            return
+        if trainer.global_step // every > self._step_before // every:
+            metrics = self.numbers()
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.global_step - 1)
+
+
+class TreatmentCallback(_LoggingCallback):
     """Puts a treatment on a layer of the LightningModule.
 
     The weight is treated when the trainer sets the module up, and the treatment is attached to the optimizer that
@@ -60,11 +84,9 @@ class TreatmentCallback(Callback):
         self.treatment.detach()  # from the optimizer of a fit that was interrupted
         self.treatment.attach(holding(self.treatment, trainer.optimizers), penalty=True)
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Log what the step did."""
-        assert self.treatment is not None
-        if is_due(trainer):
-            log(trainer, treatment_metrics(self.treatment))
+    def numbers(self) -> dict[str, float]:
+        """Return what the last step did."""
+        return {} if self.treatment is None else treatment_metrics(self.treatment)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Detach the treatment; the weight stays as it is, and a second fit attaches it again."""
@@ -81,7 +103,7 @@ class TreatmentCallback(Callback):
             self.treatment.load_state_dict(state_dict)
 
 
-class ConditionCallback(Callback):
+class ConditionCallback(_LoggingCallback):
     """Logs rank and condition numbers of the module's meta-layers, as ``condition/<layer>/<number>``.
 
     The newest record is logged every ``log_every_n_steps`` steps of the trainer, to all of its loggers.
@@ -111,27 +133,14 @@ class ConditionCallback(Callback):
         if trainer.is_global_zero:
             self.monitor = ConditionMonitor(pl_module, self.every, layers=self.layers, rtol=self.rtol)
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Log the newest records."""
-        if self.monitor is not None and is_due(trainer):
-            log(trainer, condition_metrics(self.monitor))
+    def numbers(self) -> dict[str, float]:
+        """Return the newest records."""
+        return {} if self.monitor is None else condition_metrics(self.monitor)
 
     def on_fit_end(self, *_: Any) -> None:
         """Stop watching."""
         if self.monitor is not None:
             self.monitor.close()
-
-
-def is_due(trainer: Trainer) -> bool:
-    """Return whether the trainer's loggers get something after this step."""
-    every: int = getattr(trainer, "log_every_n_steps", 0)
-    return trainer.is_global_zero and bool(trainer.loggers) and every > 0 and trainer.global_step % every == 0
-
-
-def log(trainer: Trainer, metrics: dict[str, float]) -> None:
-    """Write numbers to all loggers, at the step to which the trainer logs its own."""
-    for logger in trainer.loggers:
-        logger.log_metrics(metrics, step=trainer.global_step - 1)
 
 
 def holding(treatment: Treatment | TreatmentGroup, optimizers: list[Any]) -> Any:

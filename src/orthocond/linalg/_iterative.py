@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from orthocond._core.applying import applied, with_forward_mode
-from orthocond._core.precision import autocast_off, finite, lift, narrow, widen
+from orthocond._core.precision import autocast_off, finite, lift, narrow, real_dtype, widen
 from orthocond.linalg._counts import count_failure
 from orthocond.linalg._decompose import check_finite, decompose
 from orthocond.linalg._differences import split
@@ -59,9 +59,9 @@ def iterative_roots(
 
 
 def is_above(A: Tensor, floor: Tensor, eps: float) -> Tensor:
-    """Return ``(..., 1, 1)`` whether matrices exceed their noise, or ``eps`` does."""
+    """Return ``(..., 1, 1)`` whether matrices exceed their noise, or ``eps`` does; NaN is not noise."""
     norm = A.detach().abs().to(floor).square().sum((-2, -1)).sqrt()  # plain operations, also where it is compiled
-    return ((norm > floor) | (floor <= eps)).unsqueeze(-1).unsqueeze(-1)
+    return (~(norm <= floor) | (floor <= eps)).unsqueeze(-1).unsqueeze(-1)
 
 
 def newton_schulz_pair(B: Tensor, iterations: int, degree: int) -> tuple[Tensor, Tensor]:
@@ -264,7 +264,7 @@ def _iterate(B: Tensor, solver: str, iterations: int, degree: int, bound: float)
 def _root_scale(B: Tensor) -> Tensor:
     """Return powers of two ``(..., 1, 1)`` whose squares bring the largest entry of each matrix to [1/4, 1]."""
     if not B.numel():
-        return B.new_ones((*B.shape[:-2], 1, 1))
+        return B.new_ones((*B.shape[:-2], 1, 1), dtype=real_dtype(B.dtype))
     largest = B.abs().amax((-2, -1), keepdim=True)
     return torch.exp2(-(torch.where(largest > 0, largest, 1.0).log2() / 2).ceil())
 
@@ -314,7 +314,7 @@ def _identity_like(B: Tensor) -> Tensor:
 def _norm(B: Tensor) -> Tensor:
     """Return the Frobenius norm of each matrix, ``(..., 1, 1)``, without overflow on the way."""
     if not B.numel():
-        return B.new_ones((*B.shape[:-2], 1, 1))
+        return B.new_ones((*B.shape[:-2], 1, 1), dtype=real_dtype(B.dtype))
     largest = B.abs().amax((-2, -1), keepdim=True)
     scaled = B / torch.where(largest > 0, largest, 1.0)
     norm: Tensor = largest * torch.linalg.matrix_norm(scaled, keepdim=True)

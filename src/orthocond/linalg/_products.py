@@ -29,6 +29,7 @@ from orthocond._core.applying import applied, with_forward_mode
 from orthocond._core.precision import autocast_off, finite, lift, narrow
 from orthocond.errors import ArgumentError
 from orthocond.linalg._counts import count_fallbacks
+from orthocond.linalg._decompose import check_finite
 from orthocond.linalg._eigen import Context, batched, eigen_derivatives, eigen_functions, symmetric
 from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen
 from orthocond.linalg._iterative import is_above
@@ -97,8 +98,18 @@ class Bounds(NamedTuple):
 
     @classmethod
     def of(cls, A: Tensor, kept: float, dropped: float) -> "Bounds":
-        """Return them for matrices: ``s`` may exceed the largest eigenvalue by the eighth root of their size."""
-        return cls(kept / max(A.shape[-1], 1) ** 0.125, dropped, _ERROR * torch.finfo(A.dtype).eps)
+        """Return them for matrices: ``s`` may exceed the largest eigenvalue by the eighth root of their size.
+
+        Raises:
+            ArgumentError: that leaves no gap.
+        """
+        smallest = kept / max(A.shape[-1], 1) ** 0.125
+        if not dropped < smallest:
+            raise ArgumentError(
+                f"solver='products' needs dropped < kept / n^(1/8), which is {smallest:.3g} for {A.shape[-1]}x"
+                f"{A.shape[-1]} matrices, got kept={kept} and dropped={dropped}; lower dropped, or raise kept."
+            )
+        return cls(smallest, dropped, _ERROR * torch.finfo(A.dtype).eps)
 
     @property
     def shift(self) -> float:
@@ -189,6 +200,7 @@ class _Products(torch.autograd.Function):
         elif not A.is_meta:
             holds = holds.cpu()  # the one decision that the host waits for
             if not holds.all():
+                check_finite(A)  # with its place in the whole batch
                 Q, S = _decomposed(B, Q, S, holds, dropped, eps)
         batch = A.shape[:-2]
         tensors = (Q, S, found.projector, found.size)

@@ -30,8 +30,6 @@ def exponential(A: Tensor) -> Tensor:
 
 @with_forward_mode
 class _Exponential(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(A: Tensor) -> Tensor:
         result: Tensor = torch.linalg.matrix_exp(A)
@@ -51,6 +49,11 @@ class _Exponential(torch.autograd.Function):
     def tangent(ctx: Any, saved: tuple[Tensor], direction: Tensor) -> Tensor:
         (A,) = saved
         return _derivative(A, direction)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int], A: Tensor) -> tuple[Tensor, int]:
+        # A generated rule has no forward mode of the forward mode, and so no torch.func.hessian.
+        return applied(_Exponential, A.movedim(in_dims[0], 0)), 0
 
 
 def _derivative(A: Tensor, G: Tensor) -> Tensor:

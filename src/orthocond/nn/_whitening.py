@@ -141,9 +141,9 @@ class _Whiten(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, gamma, beta, shift, centre, W = ctx.saved_tensors
-        if torch.is_grad_enabled():  # asked for a graph: by operations that have one
-            return _backward_with_graph(ctx, x, gamma, beta, g)
         with autocast_off(x.device):
+            if torch.is_grad_enabled():  # asked for a graph: by operations that have one
+                return _backward_with_graph(ctx, x, gamma, beta, g)
             return *_backward(ctx, x, gamma, shift, centre, W, g), *_NO_OPTIONS
 
 
