@@ -303,6 +303,12 @@ def test_a_layer_without_features_is_said_to_be_none():
     assert monitor.history() == []
 
 
+@pytest.mark.parametrize("model", [None, "resnet18", torch.ones(2, 2)], ids=["None", "str", "tensor"])
+def test_what_is_no_model_is_said_to_be_none(model):
+    with pytest.raises(ArgumentError, match=r"ConditionMonitor expected a model \(torch.nn.Module\), got"):
+        ConditionMonitor(model)
+
+
 def test_the_monitors_own_decompositions_are_not_the_layers_failures(monkeypatch):
     model = nn.Sequential(nn.BatchNorm2d(3), DecorrelatedBatchNorm2d(3, solver="newton_schulz"))
     original, calls = torch.linalg.eigh, []

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import orthocond
 from orthocond import diagnose
 from orthocond.diagnosis import VERDICTS
+from orthocond.linalg import covariance, covariance_sqrth
 from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm2d
 
 from cases import BATCHES, matrices, noise
@@ -331,6 +332,31 @@ def test_layers_of_our_own():
         ("orthocond.nn.CovariancePool2d", "2"),
     }
     assert {found.verdict for found in diagnosis.findings} == {"healthy"}
+
+
+@pytest.mark.parametrize("solver", ["eigh", "newton_schulz"])
+@pytest.mark.parametrize("num_samples", [4, 8, 64])
+def test_pooling_is_told_by_its_covariance_and_not_by_its_samples(num_samples, solver):
+    X = noise(2, 8, num_samples, dtype=torch.float64).requires_grad_()
+    with diagnose() as diagnosis:
+        covariance_sqrth(X, solver=solver).sum().backward()
+    (found,) = diagnosis.findings
+    assert not diagnosis.notes
+    assert found.shape == (2, 8, 8)
+    assert found.rank == min(8, num_samples - 1)
+    if found.rank == 8:
+        conds = torch.linalg.cond(covariance(X.detach()))
+        assert any(found.cond == pytest.approx(float(cond), rel=1e-6) for cond in conds)
+    assert f"8x8 float64 on cpu, 2 of 2 matrices: rank {found.rank} of 8" in str(diagnosis)
+
+
+@pytest.mark.parametrize(("num_zero", "said"), [(1, "divides by it."), (2, "or by the differences between them.")])
+def test_one_zero_eigenvalue_is_spoken_of_in_the_singular(num_zero, said):
+    A = torch.diag(torch.tensor([0.0] * num_zero + [2.0, 3.0])).requires_grad_()
+    with diagnose() as diagnosis:
+        l, U = torch.linalg.eigh(A)
+        (U * l.sqrt() @ U.mT).sum().backward()
+    assert said in diagnosis.findings[0].reason
 
 
 def test_threads_of_a_model_are_seen_and_those_of_others_are_not():

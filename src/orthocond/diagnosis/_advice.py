@@ -64,7 +64,7 @@ def _ties(call: Call, gradient: Gradient | None, index: int) -> tuple[str, str]:
             f"{vectors}, so its true gradient is finite."
         )
     return reason, (
-        "Replace the decomposition, and what is built from it, by one function whose gradient needs no difference:\n"
+        "Replace the decomposition, and what is built from it, by one function whose gradient doesn't divide by it:\n"
         + _replacement(call, gradient, index)
     )
 
@@ -78,7 +78,7 @@ def _singular(call: Call, gradient: Gradient | None, index: int) -> tuple[str, s
     if bool(s.negative[index]):
         reason += " (and may be slightly negative)"
     if gradient is None or not bool(gradient.finite[index]):
-        reason += ". The gradient divides by them, or by their differences." + _came_back(gradient, index)
+        reason += f". The gradient divides by {'it' if num_zero == 1 else 'them, or by the differences between them'}." + _came_back(gradient, index)
     else:
         reason += (
             ". They are nothing but noise, and the loss takes a root, a logarithm or an inverse of them, or uses their "
@@ -87,7 +87,8 @@ def _singular(call: Call, gradient: Gradient | None, index: int) -> tuple[str, s
     return reason, (
         f"Drop the zero {values}, in the result and in the gradient:\n"
         + _replacement(call, gradient, index, rtol=True)
-        + "\nOr avoid the cause: use more samples than channels, and leave out channels that are constant."
+        + "\nIf the matrix is a covariance, you can avoid the cause: use more samples than channels, and leave out channels "
+        "that are constant."
     )
 
 
@@ -174,7 +175,7 @@ def _came_back(gradient: Gradient | None, index: int) -> str:
     if gradient is None:
         return ""
     if not bool(gradient.finite[index]):
-        return " NaN or infinity came back."
+        return " The backward pass returned NaN or infinity."
     amplification, noise = float(gradient.amplification[index]), float(gradient.noise[index])
     if amplification > 100:
         return f" The gradient that came back is {amplification:.1e} times as large as its well-posed part."
@@ -209,7 +210,7 @@ def _replacement(call: Call, gradient: Gradient | None, index: int, *, rtol: boo
     if gradient is not None and both_sides and not gradient.values_used:
         return (
             f"    orthocond.linalg.nearest_orthogonal({A}{option})  # U Vh\n"
-            f"    orthocond.linalg.nearest_rotation({A})  # U Vh with determinant 1"
+            f"    orthocond.linalg.nearest_rotation({A})  # or this, with determinant 1"
         )
     if call.kind == "svd" and (both_sides or not call.symmetric):
         k = int(call.spread.rank[index]) if rtol and call.spread is not None else "k"

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from orthocond._core.private import graph_task_id, transforms_are_active
 from orthocond.diagnosis._flow import Use
 from orthocond.diagnosis._measure import Gradient, Spread, eigen_gradient, singular_gradient, spread
+from orthocond.linalg import covariance
+from orthocond.linalg._smaller_side import spectral_of_samples
 
 __all__ = [
     "Call",
@@ -83,6 +85,8 @@ class Call:
     spread: Spread | None = None
     gradients: list[Gradient] = field(default_factory=list)
     during_backward: bool = False
+    of_samples: bool = False
+    """Whether the call was given samples ``(..., n, num_samples)``, and decomposes their covariance."""
     use: Use = field(default_factory=Use)
     """What was made of the eigenvalues."""
 
@@ -161,11 +165,17 @@ def _argument(line: str, function: str) -> str:
 
 
 def begin(
-    entry: tuple[str, str], frame: FrameType, names: dict[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    called: Any,
+    entry: tuple[str, str],
+    frame: FrameType,
+    names: dict[int, str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Call | None:
     """Return the record of a call that is about to be made, or None for one that can't be looked at."""
     function, kind = entry
     A = _matrix(args, kwargs)
+    of_samples = called is spectral_of_samples
     if transforms_are_active() or type(A) not in (Tensor, nn.Parameter):
         raise NotImplementedError(f"{function} inside a transform of torch.func, or of a tensor subclass")
     if A.is_meta or A.ndim < 2 or not A.numel() or not (A.is_floating_point() or A.is_complex()):
@@ -174,7 +184,7 @@ def begin(
         function,
         kind,
         _place(frame, names, function),
-        tuple(A.shape),
+        (*A.shape[:-1], A.shape[-2]) if of_samples else tuple(A.shape),
         A.dtype,
         A.device,
         torch.finfo(A.dtype).eps,
@@ -182,6 +192,7 @@ def begin(
         {**kwargs, "functions": next((X for X in args if isinstance(X, tuple)), ())},
         finite_input=cmath.isfinite(A.sum().item()) or bool(torch.isfinite(A).all()),  # the sum is cheap
         during_backward=graph_task_id() != -1,
+        of_samples=of_samples,
     )
 
 
@@ -229,8 +240,11 @@ def _wide(X: Tensor, ndim: int) -> Tensor:
 def measure(call: Call, outputs: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Measure the matrix of a call, by the eigenvalues that the call gives where it gives them."""
     A = _matrix(args, kwargs)
+    unit = _matrix_unit(A, call)
     if "L" in outputs or "S" in outputs:
         call.values = _wide(outputs["L"] if "L" in outputs else outputs["S"], 1)
+    elif call.of_samples:
+        call.values = torch.linalg.eigvalsh(covariance(_wide(A, 2)))
     elif call.kind == "pinv" or A.shape[-1] != A.shape[-2]:
         call.values = _wide(torch.linalg.svdvals(A.detach()), 1)
     elif call.kind == "cholesky":
@@ -243,7 +257,7 @@ def measure(call: Call, outputs: dict[str, Tensor], args: tuple[Any, ...], kwarg
         call.values = torch.linalg.eigvalsh(_wide(A, 2))
     if call.kind == "svd":
         call.symmetric = A.shape[-1] == A.shape[-2] and bool(torch.equal(A, A.mH))
-    call.spread = spread(call.values, call.size, _matrix_unit(A, call))
+    call.spread = spread(call.values, call.size, unit)
 
 
 def _matrix_unit(A: Tensor, call: Call) -> float:
@@ -269,8 +283,8 @@ def _cholesky_values(A: Tensor, L: Tensor, options: dict[str, Any]) -> Tensor:
 def measure_failure(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Find out why a decomposition raised; nobody minds the time any more."""
     A = _matrix(args, kwargs)
-    if call.finite_input and A.shape[-1] == A.shape[-2]:
-        wide = _wide(A, 2)
+    if call.finite_input and call.shape[-1] == call.shape[-2]:
+        wide = covariance(_wide(A, 2)) if call.of_samples else _wide(A, 2)
         call.values = torch.linalg.eigvalsh((wide + wide.mH) / 2)
         call.spread = spread(call.values, call.size, _matrix_unit(A, call))
 

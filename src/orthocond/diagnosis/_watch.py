@@ -89,7 +89,7 @@ class Watch(TorchFunctionMode):
         frame = sys._getframe(2)
         if entry[1] != "ours" and is_ours(frame):
             return function(*args, **kwargs)  # inside a function of ours, which is seen as a whole
-        call = self._guarded(lambda: begin(entry, frame, self.names, args, kwargs))
+        call = self._guarded(lambda: begin(function, entry, frame, self.names, args, kwargs))
         if call is None:
             return function(*args, **kwargs)
         try:

@@ -23,6 +23,7 @@ from orthocond.errors import (
     OrthocondWarning,
     SolverError,
     check_choice,
+    check_module,
     check_nonnegative,
 )
 from orthocond.graph import tensors, unwrapped
@@ -86,7 +87,7 @@ class ConditionMonitor:
         eps: for ``cond_eps``, the same for every layer; ``None`` means each layer's own.
 
     Raises:
-        ArgumentError: an unknown layer, ``every`` below 1, or a negative ``rtol`` or ``eps``.
+        ArgumentError: something that is no model, an unknown layer, ``every`` below 1, or a negative ``rtol`` or ``eps``.
 
     Warns:
         OrthocondWarning: there is no record because all forwards were in eval mode, or nothing to watch in the model.
@@ -112,6 +113,7 @@ class ConditionMonitor:
         evaluation: bool = False,
         eps: float | None = None,
     ) -> None:
+        check_module(model, "ConditionMonitor")
         if every < 1:
             raise ArgumentError(f"ConditionMonitor expected every >= 1, got {every}; pass 1 to record each forward.")
         self.every, self.rtol, self.evaluation, self.eps = every, _RTOL if rtol is None else rtol, evaluation, eps
