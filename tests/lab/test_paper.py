@@ -1,5 +1,6 @@
 """The paper's items: its numbers, which runs they take, and the page that shows ours beside them."""
 
+import json
 import re
 
 import pytest
@@ -186,6 +187,7 @@ def test_times_are_measured_once_and_damage_is_named(tmp_path):
         (["table1", "--scale", "huge"], "huge"),
         (["table1", "--method", "svd"], "leave out --method"),
         (["table1", "--scale", "small", "--data", "/nowhere"], "/nowhere"),
+        (["table6", "--epochs", "1"], "leave out --epochs"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(command_line, tmp_path, arguments, said):
@@ -193,6 +195,50 @@ def test_mistakes_are_told_in_a_sentence(command_line, tmp_path, arguments, said
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("item", ["table1", "table6"])
+def test_a_folder_that_is_a_file_is_told_before_the_runs(command_line, tmp_path, item):
+    (tmp_path / "file").write_text("mine")
+    done = command_line("paper", item, "--out", tmp_path / "file")
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("choose another folder with --out.")
+    assert not done.stdout
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_what_is_not_as_the_scale_has_it_is_on_the_page(runs, tmp_path):
+    page = write_items([ITEMS["figure1"]], "digits", runs, None, tmp_path / "page.html").read_text()
+    assert "Other settings than those of the scale: epochs 2, steps 30, val_images 40." in page
+    assert "the solver is eigh here, the paper counts failures of svd" in page
+    usual = planned_runs([ITEMS["table1"]], "digits", 1, tmp_path, None, {})
+    page = write_items([ITEMS["table1"]], "digits", usual, None, tmp_path / "page.html").read_text()
+    assert "Other settings" not in page
+    assert "the solver is" not in page
+
+
+def test_a_page_of_times_speaks_of_no_runs(tmp_path):
+    times = {"records": [_times(method) for method in ITEMS["table6"].methods("CIFAR-100")]}
+    page = write_items([ITEMS["table6"]], "digits", [], times, tmp_path / "page.html").read_text()
+    assert "0 of 0 runs" not in page
+
+
+def test_runs_that_cannot_be_read_leave_the_other_items(tmp_path):
+    damaged = planned_runs([ITEMS["table1"]], "digits", 1, tmp_path, None, {})
+    for run in damaged:
+        run.folder.mkdir(parents=True)
+        (run.folder / "config.json").write_text("{")
+    view = view_of(ITEMS["table1"], "digits", damaged, None)
+    assert not view.panels
+    assert "config.json can't be read" in view.problems[0]
+
+
+def test_times_of_another_scale_are_not_shown(tmp_path):
+    records = [_times(method) for method in ITEMS["table6"].methods("CIFAR-100")]
+    (tmp_path / "step.json").write_text(json.dumps({"subjects": {"step": {"records": records}}}))
+    assert step_times([ITEMS["table6"]], "digits", tmp_path, "cpu") == {"records": records}
+    with pytest.raises(ArgumentError, match=r"another scale \(dbn-digits\)"):
+        step_times([ITEMS["table6"]], "small", tmp_path, "cpu")
 
 
 def test_without_an_item_they_are_listed(command_line):

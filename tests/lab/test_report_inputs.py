@@ -57,6 +57,7 @@ def test_command_without_output_writes_beside(tmp_path, monkeypatch, command_lin
         (["empty"], ["no run in", "config.json"]),
         (["run", "--format", "pdf"], ["unknown format 'pdf'", "html, md, latex, csv, json"]),
         (["run", "-o", "missing/report.html"], ["can't write", "choose another output"]),
+        (["run", "-o", "run/config.json/report.html"], ["can't write", "choose another output"]),
         (["run", "--figures", "run/config.json"], ["can't write figures"]),
         (["run", "--watch", "--format", "md"], ["--watch writes the page alone"]),
         (["broken"], ["no run in", "config.json can't be read"]),

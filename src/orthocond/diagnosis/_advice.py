@@ -78,7 +78,8 @@ def _singular(call: Call, gradient: Gradient | None, index: int) -> tuple[str, s
     if bool(s.negative[index]):
         reason += " (and may be slightly negative)"
     if gradient is None or not bool(gradient.finite[index]):
-        reason += f". The gradient divides by {'it' if num_zero == 1 else 'them, or by the differences between them'}." + _came_back(gradient, index)
+        divisors = "it" if num_zero == 1 else "them, or by the differences between them"
+        reason += f". The gradient divides by {divisors}.{_came_back(gradient, index)}"
     else:
         reason += (
             ". They are nothing but noise, and the loss takes a root, a logarithm or an inverse of them, or uses their "
@@ -87,8 +88,8 @@ def _singular(call: Call, gradient: Gradient | None, index: int) -> tuple[str, s
     return reason, (
         f"Drop the zero {values}, in the result and in the gradient:\n"
         + _replacement(call, gradient, index, rtol=True)
-        + "\nIf the matrix is a covariance, you can avoid the cause: use more samples than channels, and leave out channels "
-        "that are constant."
+        + "\nIf the matrix is a covariance, you can avoid the cause: use more samples than channels, and leave out "
+        "channels that are constant."
     )
 
 

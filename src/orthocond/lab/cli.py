@@ -283,9 +283,9 @@ def paper_command(
 ) -> None:
     """Run what a table or figure of the paper needs, and write it with the paper's numbers beside ours."""
     from orthocond.lab.report.item_page import label, write_items
-    from orthocond.lab.reproduction import planned_runs, step_times
+    from orthocond.lab.reproduction import known_step_times, planned_runs, step_times
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     if not items:
         table = Table("item", "what it shows", "experiments", box=None, pad_edge=False)
         for item in ITEMS.values():
@@ -294,15 +294,21 @@ def paper_command(
         return
     chosen = chosen_items(items)
     folder = out or Path("runs") / "paper" / scale
-    for name in ("method", "seed", "preset"):
+    for name in ("method", "seed"):
         if name in settings:
             raise ArgumentError(f"paper takes its methods and seeds from the items; leave out --{name}.")
     runs = planned_runs(chosen, scale, seeds, folder, data, settings)
+    if settings and not runs:
+        flag = next(iter(settings)).replace("_", "-")
+        raise ArgumentError(f"paper measures the time of a step with the settings of the scale; leave out --{flag}.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"can't write to {folder} ({error.strerror}); choose another folder with --out.") from None
+    known_step_times(chosen, scale, folder)  # what is wrong with them is said before the runs
     left = [run for run in runs if not run.is_finished]
-    console.print(
-        f"{', '.join(label(item) for item in chosen)} at the scale {scale}: {SCALES[scale]}. "
-        f"{len(left)} of {len(runs)} runs to do, {jobs} at a time."
-    )
+    todo = f"{len(left)} of {len(runs)} runs to do, {jobs} at a time." if runs else "The time of a step, no runs."
+    console.print(f"{', '.join(label(item) for item in chosen)} at the scale {scale}: {SCALES[scale]}. {todo}")
     for config in {run.config.preset: run.config for run in left}.values():
         load_data(config)  # what is wrong with it is said once
     failed = compare(runs, LocalEngine(jobs), console) if runs else []

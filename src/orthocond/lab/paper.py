@@ -80,7 +80,7 @@ SCALES: Mapping[str, str] = MappingProxyType(
         "full": "the paper's data, networks and epochs: days on several GPUs",
     }
 )
-"""How large the runs are. The layers and treatments are set as in the paper at every scale."""
+"""How large the runs are. Meta-layers, treatments and gradient rule are the paper's at every scale."""
 
 EXPERIMENTS: Mapping[str, Mapping[str, Place]] = MappingProxyType(
     {

@@ -12,7 +12,7 @@ from orthocond.lab.compare import Run, plan
 from orthocond.lab.paper import EXPERIMENTS, SCALES, Item, config_of
 from orthocond.lab.runs import environment
 
-__all__ = ["planned_runs", "step_times"]
+__all__ = ["known_step_times", "planned_runs", "step_times"]
 
 
 def planned_runs(
@@ -39,17 +39,36 @@ def step_times(items: Sequence[Item], scale: str, out: Path, device: str) -> dic
     """Return what ``bench step`` measured for Table 6, from the last time if it is there; None if no item needs it."""
     if all(item.kind != "times" for item in items):
         return None
-    file = out / "step.json"
-    if not file.is_file():
+    if (known := known_step_times(items, scale, out)) is None:
+        file, config = out / "step.json", config_of("CIFAR-100", scale)
         check_place(file)
-        config = config_of("CIFAR-100", scale)
         records = step.measure(step.Cell("step"), quick=False, config=config, device=device, seconds=20.0)
         about = environment(device=device, world_size=1)
         write_results({"environment": about, "quick": False, "subjects": {"step": {"records": records}}}, file)
+        known = known_step_times(items, scale, out)
+    return known
+
+
+def known_step_times(items: Sequence[Item], scale: str, out: Path) -> dict[str, Any] | None:
+    """Return what ``bench step`` measured for Table 6 before; None if it did not, or if no item needs it.
+
+    Raises:
+        ArgumentError: the file is damaged, or of another scale.
+    """
+    file = out / "step.json"
+    if not file.is_file() or all(item.kind != "times" for item in items):
+        return None
     try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["subjects"]["step"]
-        if {record["method"] for record in found["records"] if record["subject"] == "step"} >= set(step.PAPER):
-            return found
+        times: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["subjects"]["step"]
+        records = [record for record in times["records"] if record["subject"] == "step"]
+        presets = {record["preset"] for record in records}
+        is_whole = {record["method"] for record in records} >= set(step.PAPER)
     except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise ArgumentError(f"{file} holds no times of a step; remove it, and they are measured again.")
+        is_whole = False
+    if not is_whole:
+        raise ArgumentError(f"{file} holds no times of a step; remove it, and they are measured again.")
+    if presets != {config_of("CIFAR-100", scale).preset}:
+        raise ArgumentError(
+            f"{file} holds times of another scale ({', '.join(sorted(presets))}); choose another folder with --out."
+        )
+    return times

@@ -87,7 +87,7 @@ class ConditionMonitor:
         eps: for ``cond_eps``, the same for every layer; ``None`` means each layer's own.
 
     Raises:
-        ArgumentError: something that is no model, an unknown layer, ``every`` below 1, or a negative ``rtol`` or ``eps``.
+        ArgumentError: no model, an unknown layer, ``every`` below 1, or a negative ``rtol`` or ``eps``.
 
     Warns:
         OrthocondWarning: there is no record because all forwards were in eval mode, or nothing to watch in the model.

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from orthocond.lab.compare import Run
-from orthocond.lab.paper import SCALES, Item
+from orthocond.lab.config import solver_of
+from orthocond.lab.paper import EXPERIMENTS, SCALES, Item, config_of
 from orthocond.lab.report.charts import styles_of
+from orthocond.lab.report.experiments import FREE
 from orthocond.lab.report.items import view_of
 from orthocond.lab.report.page import rendered, section_data
+from orthocond.lab.report.rows import BASELINE
 from orthocond.lab.report.statistics import TEST
 from orthocond.lab.report.write import write_text
 
@@ -77,11 +80,34 @@ def label(item: Item) -> str:
 
 
 def _message(scale: str, runs: Sequence[Run]) -> list[str]:
-    done, seeds = sum(run.is_finished for run in runs), len({run.config.seed for run in runs})
-    sentences = [f"Scale {scale}: {SCALES[scale]}. {done} of {len(runs)} runs are finished, {seeds} of each method."]
+    first = f"Scale {scale}: {SCALES[scale]}."
+    if runs:
+        done, seeds = sum(run.is_finished for run in runs), len({run.config.seed for run in runs})
+        first += f" {done} of {len(runs)} runs are finished, {seeds} of each method."
+    sentences = [first]
     if scale != "full":
         sentences.append(
             "Data and networks are not the paper's, so only directions can be compared, not errors or condition "
-            "numbers. The layers and treatments are set as in the paper."
+            "numbers. The meta-layers, treatments and gradient rule are the paper's."
+        )
+    changes = _changes(scale, runs)
+    if changes:
+        sentences.append(f"Other settings than those of the scale: {', '.join(changes)}.")
+    pooling = next((run.config for run in runs if run.config.meta == "gcp" and run.config.method == BASELINE), None)
+    if pooling is not None and (solver := solver_of(pooling)) != "svd":
+        sentences.append(
+            f"Covariance pooling: the solver is {solver} here, the paper counts failures of svd; --solver svd has it."
         )
     return sentences
+
+
+def _changes(scale: str, runs: Sequence[Run]) -> list[str]:
+    """Return the settings in which runs differ from those that stand for the paper's experiments at a scale."""
+    changes = {}
+    for experiment in EXPERIMENTS:
+        usual = config_of(experiment, scale)
+        run = next((run for run in runs if run.config.preset == usual.preset), None)
+        for name, value in vars(run.config).items() if run is not None else ():
+            if name not in FREE and value != getattr(usual, name):
+                changes[name] = value
+    return [f"{name} {value}" for name, value in changes.items()]

@@ -211,9 +211,16 @@ def _directions(of_paper: Sequence[float], ours: float) -> str:
 
 
 def _arrow(difference: float, method: str, digits: int) -> str:
+    """Return a difference of accuracies as Table 5 prints it, half a unit rounded up.
+
+    Example:
+        >>> _arrow(91.57 - 91.02, "svd+nog+ow+olr", 1), _arrow(73.28 - 73.13, "svd+sn", 1)
+        (' (↑ 0.6)', ' (↑ 0.2)')
+    """
     if method == BASELINE or not math.isfinite(difference):
         return ""
-    return f" ({'↓' if difference < 0 else '↑'} {abs(difference):.{digits}f})"
+    shown = f"{abs(difference) + 1e-9:.{digits}f}"
+    return f" ({'↓' if difference < 0 else '↑'} {shown})"
 
 
 def _runs(rows: Sequence[Row]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from orthocond.errors import ArgumentError
 from orthocond.lab.compare import Run
 from orthocond.lab.conditions import CONDITIONS
 from orthocond.lab.paper import EXPERIMENTS, Item
@@ -72,7 +73,11 @@ def view_of(item: Item, scale: str, runs: Sequence[Run], times: Mapping[str, Any
         if not folders:
             problems.append(f"No run of {preset} is there yet.")
             continue
-        found, troubles = find_runs(folders)
+        try:
+            found, troubles = find_runs(folders)
+        except ArgumentError as error:  # none of them can be read; the other items can
+            problems.append(str(error))
+            continue
         problems += troubles
         panels.append(_panel(item, preset, experiments, experiments_of(found)[0]))
     return ItemView(item, panels, problems)

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
@@ -137,5 +138,6 @@ def write_text(path: Path, text: str) -> None:
         part.write_bytes(text.encode("utf-8", errors="replace"))  # a name may hold half of a surrogate pair
         os.replace(part, path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder may be none
+            part.unlink()
         raise ArgumentError(f"report can't write {str(path)!r} ({error.strerror}); choose another output.") from error
