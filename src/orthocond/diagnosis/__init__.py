@@ -1,4 +1,4 @@
-"""Finding out what eigendecompositions and singular value decompositions do to a gradient, in any model."""
+"""Diagnosis of the gradients of eigendecompositions and singular value decompositions, in any model."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -22,22 +22,22 @@ _COMPILED = (
 
 
 def diagnose(model: nn.Module | None = None) -> "Diagnosis":
-    r"""Return a context manager that watches every decomposition, and the gradients that pass through it.
+    r"""Return a context manager that watches every decomposition and the gradients that pass through it.
 
-    Put it around a forward and a backward pass of any model. It sees the calls of `torch.linalg.eigh`, ``eigvalsh``,
-    ``svd``, ``svdvals``, ``pinv``, ``cholesky``, ``torch.svd`` and of the roots and layers of this library, and says
-    for each what went in, what came back, and what to write instead. Outputs, gradients and the random state are
-    unchanged to the bit, and nothing is left behind.
+    Put it around a forward and a backward pass of any model. It records the calls of `torch.linalg.eigh`,
+    ``eigvalsh``, ``svd``, ``svdvals``, ``pinv``, ``cholesky``, ``torch.svd`` and of the roots and layers of this
+    library, and reports for each its input, its gradient, and what to write instead. Outputs, gradients and the random
+    state are unchanged bit for bit, and no hooks remain.
 
-    The gradient through eigenvectors :math:`U` holds the terms :math:`a_{ij} / (\lambda_j - \lambda_i)`, where
+    The gradient through eigenvectors :math:`U` contains the terms :math:`a_{ij} / (\lambda_j - \lambda_i)`, where
     :math:`a` is the antisymmetric part of :math:`U^T \bar U` and :math:`\bar U` is the incoming gradient. If two
     eigenvalues are equal and :math:`a_{ij} = 0`, the loss is a function of the matrix and only the formula fails: a
-    function with a gradient of its own repairs that. If :math:`a_{ij} \neq 0`, the loss depends on which eigenvectors
-    the solver happens to return, and is itself ill posed.
+    function with its own gradient repairs that. If :math:`a_{ij} \neq 0`, the loss depends on which eigenvectors the
+    solver happens to return, and is itself ill posed.
 
     Args:
-        model: gives the dotted names of its modules to the findings, and has its calls watched in every thread. Without
-            a model, modules are named by their classes, and the thread that enters is watched.
+        model: the model whose modules' dotted names appear in the findings, and whose calls are watched in every
+            thread. Without a model, modules are named by their classes, and only the thread that enters is watched.
 
     Returns:
         A `Diagnosis`: ``print`` it, or read ``findings``.

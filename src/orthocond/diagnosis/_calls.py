@@ -1,4 +1,4 @@
-"""The record of one call: where it stands, and what was measured of its matrix and its gradients."""
+"""The record of one call: its place in the code, and the measurements of its matrix and its gradients."""
 
 import cmath
 import functools
@@ -32,7 +32,7 @@ __all__ = [
 
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _WATCHING = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
-"""What stands between a call and the mode that sees it: torch, and other modes of this package."""
+"""The frames between a call and the mode that observes it: torch, and other modes of this package."""
 
 _KINDS: dict[Any, tuple[str, str]] = {
     torch.linalg.eigh: ("torch.linalg.eigh", "eigh"),
@@ -53,7 +53,7 @@ _KINDS: dict[Any, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a call stands."""
+    """The place of a call in the code."""
 
     module: str
     source: str
@@ -63,7 +63,7 @@ class Place:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a decomposition, and what was measured of it."""
+    """One call of a decomposition, and its measurements."""
 
     function: str
     kind: str
@@ -107,7 +107,7 @@ def entry_of(function: Any, args: tuple[Any, ...]) -> tuple[str, str] | None:
 
 
 def is_ours(frame: FrameType | None) -> bool:
-    """Return whether a call stands in this library."""
+    """Return whether a call is in this library."""
     while frame is not None and frame.f_code.co_filename.startswith(_WATCHING):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_OURS)
@@ -142,7 +142,7 @@ def _shown(path: str) -> str:
 
 
 def _argument(line: str, function: str) -> str:
-    """Return the expression that is decomposed in a line of code, or A where it can't be told.
+    """Return the expression that is decomposed in a line of code, or A if it is unknown.
 
     >>> _argument("U, S, V = torch.svd(self.cov + eps)", "torch.svd")
     'self.cov + eps'
@@ -172,7 +172,7 @@ def begin(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Call | None:
-    """Return the record of a call that is about to be made, or None for one that can't be looked at."""
+    """Return the record of a call that is about to be made, or None for one that can't be inspected."""
     function, kind = entry
     A = _matrix(args, kwargs)
     of_samples = called is spectral_of_samples
@@ -281,7 +281,7 @@ def _cholesky_values(A: Tensor, L: Tensor, options: dict[str, Any]) -> Tensor:
 
 
 def measure_failure(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Find out why a decomposition raised; nobody minds the time any more."""
+    """Find out why a decomposition raised; time no longer matters here."""
     A = _matrix(args, kwargs)
     if call.finite_input and call.shape[-1] == call.shape[-2]:
         wide = covariance(_wide(A, 2)) if call.of_samples else _wide(A, 2)

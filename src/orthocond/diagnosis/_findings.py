@@ -24,7 +24,7 @@ _LOST = 1e-2
 
 @dataclass(frozen=True)
 class Finding:
-    """One call of a decomposition: where it is, what came in, what came back, and what to do.
+    """One call of a decomposition: its place, its input, its gradient, and what to do.
 
     A call on a batch is described by the numbers of its worst matrix.
 

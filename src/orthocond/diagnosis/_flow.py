@@ -49,13 +49,13 @@ _FOLLOWED = _SAME.union(_POWERS, _DIVISIONS, ("log", "exp", "pow", "__pow__"))
 
 
 class Use:
-    """What was made of the eigenvalues of a call, as far as it was seen: exponents, ``"log"`` or ``"exp"``."""
+    """The functions applied to the eigenvalues of a call, as far as observed: exponents, ``"log"`` or ``"exp"``."""
 
     def __init__(self) -> None:
         self.functions: list[float | str] = []
 
     def replace(self, old: float | str, new: float | str) -> None:
-        """Go on from one function to the next that is applied to its result."""
+        """Continue from one function to the next that is applied to its result."""
         if old in self.functions:
             self.functions.remove(old)
         self.functions.append(new)

@@ -157,8 +157,8 @@ def singular_gradient(
     r"""Measure a backward pass through singular values ``(b, k)`` and vectors ``(b, m, k)``, ``(b, n, k)``.
 
     With the skew parts P, Q of :math:`U^H \bar U, V^H \bar V`, the gradient between i and j is
-    :math:`(P + Q)_{ij} / 2 (s_j - s_i) + (P - Q)_{ij} / 2 (s_j + s_i)`: only the first part minds equal singular
-    values.
+    :math:`(P + Q)_{ij} / 2 (s_j - s_i) + (P - Q)_{ij} / 2 (s_j + s_i)`: only the first part is affected by equal
+    singular values.
     """
     if vectors is None or (to_vectors[0] is None and to_vectors[1] is None):
         return eigen_gradient(s, None, to_s, None, back, measured, units)
@@ -220,7 +220,8 @@ def _without_ties(
 ) -> Gradient | None:
     """Return the same at less cost if all matrices are far from ties and of full rank, and None if one is not.
 
-    Then what came back is the well-posed gradient, except for its antisymmetric part, which a symmetric matrix hasn't.
+    Then what came back is the well-posed gradient, except for its antisymmetric part, which a symmetric matrix doesn't
+    have.
     """
     n = max(back.shape[-2:])
     distance = measured.gap * values.abs().amax(-1)

@@ -41,7 +41,7 @@ _here = _Here()
 
 
 class Watch(TorchFunctionMode):
-    """The mode: calls each function as it is, and hands what it saw of decompositions to ``calls``."""
+    """The mode: calls each function unchanged, and records decompositions in ``calls``."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Watch(TorchFunctionMode):
         self.handles.append(node.register_hook(hook))
 
     def _guarded(self, step: Callable[[], Any]) -> Any:
-        """Measure without being noticed: no watch, no graph, and no exception of ours in somebody's training."""
+        """Measure without side effects: no watch, no graph, and no exception of ours in the user's training."""
         try:
             _here.is_measuring = True
             with torch.no_grad():
@@ -155,7 +155,7 @@ class Watch(TorchFunctionMode):
             self.handles.append(layer.register_forward_hook(after, always_call=True))
 
     def remove(self) -> None:
-        """Take the hooks off graph and model."""
+        """Remove the hooks from graph and model."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()

@@ -1,4 +1,4 @@
-"""Running somebody's training script under `orthocond.diagnose`."""
+"""Running a training script under `orthocond.diagnose`."""
 
 import argparse
 import runpy

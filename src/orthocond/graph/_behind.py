@@ -1,4 +1,4 @@
-"""Which whitening layer a layer's output goes to, and that it goes there unchanged and nowhere else."""
+"""Finding the whitening layer that gets a layer's output, unchanged and as its only use."""
 
 import inspect
 from collections.abc import Iterator
@@ -26,8 +26,9 @@ _PASSING_NODES = {"Alias", "Clone", "ToCopy", "View", "UnsafeView", "ReshapeAlia
 def meta_layer_behind(model: nn.Module, name: str, layer: nn.Module, example_input: Any = None) -> MetaLayer:
     """Return the meta-layer that a linear layer's output goes to, unchanged and nowhere else.
 
-    With an example input, from the autograd graph of one run, as `find_pre_svd` finds it; reshapes are followed there.
-    Without, from a `torch.fx` trace of the model or, where it can't be traced, of the smallest part that can.
+    With an example input, it is found from the autograd graph of one run, as in `find_pre_svd`, which follows
+    reshapes. Without one, it is found from a `torch.fx` trace of the model or, where it can't be traced, of the
+    smallest part that can.
 
     Raises:
         ArgumentError: there is none, something is between the two, or output or weight are used elsewhere, too.

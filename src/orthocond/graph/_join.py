@@ -1,4 +1,4 @@
-"""Several layers in front of one meta-layer, and which channels each of them makes."""
+"""Several layers in front of one meta-layer, and the channels that each of them produces."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -34,8 +34,8 @@ class Feed(NamedTuple):
 class Join(tuple[Feed, ...]):
     """The layers that feed one meta-layer, as `find_pre_svd` reports them: the deepest first.
 
-    The deepest layer has the most layers behind it: for a residual addition, the last layer of the branch. Layers of
-    equal depth are in the order of their channels.
+    The deepest layer has the longest path from the input: for a residual addition, the last layer of the branch.
+    Layers of equal depth are in the order of their channels.
 
     Example:
         >>> import torch
@@ -91,9 +91,9 @@ def runs(channels: Iterable[int]) -> tuple[range, ...]:
 def fed_channels(model: nn.Module, example: Any, meta: str, layers: list[str]) -> dict[str, set[int]]:
     """Return for each layer the channels of the meta-layer's input that depend on its output.
 
-    Seen from what changes: for each layer the model runs with the output of that layer raised, then lowered, and those
-    of the others held, so that only the direct ways count, whatever operations are on them. A layer whose weight is
-    used without calling it has its weight changed instead.
+    The channels are found by perturbation: for each layer the model runs with the output of that layer raised, then
+    lowered, and the outputs of the others fixed, so that only direct paths count, whatever operations are on them. If
+    a weight is used without calling its layer, the weight is changed instead.
     """
     args, kwargs = arguments(model, example)
     names = {module: name for name, module in model.named_modules() if name in layers}

@@ -22,16 +22,16 @@ def find_pre_svd(model: nn.Module, example_input: Any) -> dict[str, str | Join]:
     """Return for each meta-layer the layer whose output it decomposes, by their dotted names.
 
     The model runs in eval mode and is left as it was. From the input of each meta-layer the autograd graph is followed
-    back, through normalisations, activations, reshapes and additions, to the nearest layers with a matrix for a weight.
+    back, through normalisations, activations, reshapes and additions, to the nearest layers whose weight is a matrix.
     The usual result is one layer, by its name. Where several layers feed a meta-layer (a concatenation, a residual
     addition), the result is a `Join`, which says which channels of the meta-layer's input depend on which layer.
 
-    What only scales or shifts the features is not followed: a sigmoid or softmax that multiplies them (a gate, the
-    queries and keys of attention), and a layer without positions (one number per channel and image) where another layer
-    makes the same channels.
+    Operands that only scale or shift the features are not followed: a sigmoid or softmax that multiplies them (a gate,
+    the queries and keys of attention), and a layer without positions (one number per channel and image) where another
+    layer produces the same channels.
 
     Args:
-        model: with at least one meta-layer of `orthocond.nn`.
+        model: a model with at least one meta-layer of `orthocond.nn`.
         example_input: an input of the model: a tensor, a tuple of arguments, a dict of keyword arguments, or a dict
             that the model takes as its only argument.
 

@@ -25,7 +25,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[list[Any]]:
-    """Put the model in eval mode, nothing frozen, for a while.
+    """Put the model in eval mode, with nothing frozen, within a context.
 
     At the end modes and frozen parameters are as before, and the hooks that the caller put in the list are removed.
     """
@@ -60,7 +60,7 @@ def random_state_kept(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def arguments(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments that an example input stands for.
+    """Return the positional and keyword arguments that an example input represents.
 
     A tuple holds positional arguments. A mapping holds keyword arguments if the signature of ``forward`` accepts them,
     and is the only argument otherwise (``model(batch)``). Anything else is the only argument. Floating tensors require

@@ -1,4 +1,4 @@
-"""What is counted of solvers: attempts that failed, and matrices that a certificate sent to a decomposition."""
+"""Counts for solvers: attempts that failed, and matrices that were decomposed for lack of a certificate."""
 
 import threading
 from collections import Counter
@@ -34,9 +34,9 @@ def solver_failures(*, reset: bool = False) -> dict[str, int]:
     """Return how many attempts at a root or decomposition failed, by the solver that failed.
 
     An attempt fails if it does not converge, or if its result is wrong: every decomposition is checked. The counts are
-    of this process since it started, or since the last ``reset``. An attempt that fails is retried (see `SolverError`
-    for what happens when all retries fail), so a count above zero does not mean that a result is missing. The paper
-    reports these counts as *failure times* (Table 5).
+    those of this process since it started, or since the last ``reset``. An attempt that fails is retried (see
+    `SolverError` for what happens when all retries fail), so a count above zero does not mean that a result is
+    missing. The paper reports these counts as *failure times* (Table 5).
 
     Args:
         reset: set all counts to zero after reading them.
@@ -54,8 +54,8 @@ def solver_failures(*, reset: bool = False) -> dict[str, int]:
 def solver_fallbacks(*, reset: bool = False) -> dict[str, int]:
     """Return how many matrices were decomposed because a certificate of their solver did not hold.
 
-    A fall-back is no failure: its result is that of ``"eigh"``. The counts are of this process since it started, or
-    since the last ``reset``.
+    A fall-back is not a failure: its result is that of ``"eigh"``. The counts are those of this process since it
+    started, or since the last ``reset``.
 
     Args:
         reset: set the counts to zero after reading them.
@@ -83,5 +83,5 @@ def count_failure(solver: str, times: int = 1) -> None:
 
 
 def count_fallbacks(solver: str, times: int) -> None:
-    """Count matrices that were decomposed for want of a certificate."""
+    """Count matrices that were decomposed for lack of a certificate."""
     _fallbacks.add(solver, times)

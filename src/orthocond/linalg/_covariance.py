@@ -20,8 +20,8 @@ def covariance(X: Tensor, *, dim: int = -1) -> Tensor:
 
     .. math:: P = X J X^T, \quad J = \tfrac{1}{N} (I - \tfrac{1}{N} 1 1^T)
 
-    The samples are centred before they are multiplied, in float32 at least, and the mean of what is left, which is the
-    rounding of the mean, is taken off the product: a large common mean costs no accuracy.
+    The samples are centred before they are multiplied, in float32 at least. The mean of the centred samples, which is
+    the rounding error of the mean, is subtracted from the product, so a large common mean costs no accuracy.
     *Gradient:* :math:`2\,\mathrm{sym}(G) X J` (eq. 8), by one product, for which only ``X`` is kept.
 
     Args:
@@ -30,7 +30,7 @@ def covariance(X: Tensor, *, dim: int = -1) -> Tensor:
         dim: the dimension of the samples.
 
     Returns:
-        The covariances ``(..., d, d)``, divided by ``N`` and not by ``N - 1``.
+        The covariances ``(..., d, d)``, divided by ``N`` rather than ``N - 1``.
 
     Raises:
         ArgumentError: ``X`` has fewer than two dimensions, ``dim`` is not one of them, or there is no sample.
@@ -69,18 +69,19 @@ def noise_floor(mean: Tensor, trace: Tensor | None, dtype: torch.dtype) -> Tenso
     .. math:: u^2 |\mu|^2
 
     where :math:`u` is the unit roundoff. A feature of the size of its mean is stored with an error of at most
-    :math:`u |\mu_j|`, which is how far its values lie apart, and the covariance of such errors has the sum of their
-    squares for its trace. `covariance` adds less: after centring it leaves :math:`(k u)^2 |\mu|` of the mean, where
+    :math:`u |\mu_j|`, and the trace of the covariance of such errors is the sum of
+    their squares. `covariance` adds less: after centring it leaves :math:`(k u)^2 |\mu|` of the mean, where
     :math:`k` is the error of a sum of ``N`` numbers in units of roundoff, about :math:`\log_2 N`; the square of that
-    is smaller by :math:`k^4 u^2`. What its products lose is relative to the largest eigenvalue, so that ``rtol`` covers
-    it.
+    is smaller by :math:`k^4 u^2`. The rounding error of its products is relative to the largest eigenvalue, so
+    ``rtol`` covers it.
 
-    Half types are computed in float32, so that is the roundoff which counts. But where the whole covariance, its trace,
-    is no larger than the rounding of the half type, it may be nothing else, and the floor is that.
+    Half types are computed in float32, so the roundoff of float32 applies. But where the trace of the covariance is no
+    larger than the rounding of the half type, the whole covariance may be rounding, and the floor is the rounding of
+    the half type.
 
     Args:
         mean: means of the features ``(..., d)``.
-        trace: traces of the covariances ``(...)``; needed for half types alone.
+        trace: traces of the covariances ``(...)``; needed for half types only.
         dtype: what the features were stored in.
     """
     squared_mean = widen(mean.detach()).abs().square().sum(-1)

@@ -42,7 +42,7 @@ def decompose(
     Args:
         A: matrices in float32 at least.
         method: one of `DECOMPOSITIONS`.
-        asymmetry: a number on the device: how far what was made symmetric was from it, relative to its largest entry.
+        asymmetry: a number on the device: how far the matrix was from symmetric, relative to its largest entry.
         noise: an asymmetry above this, or with ``semidefinite`` a negative eigenvalue that is as large relative to the
             largest, can't be rounding, and is worth a warning.
         semidefinite: whether the matrices should have no negative eigenvalues.
@@ -92,7 +92,7 @@ def _(A: Tensor, method: str, asymmetry: Tensor | None, noise: float, semidefini
 
 
 def warn_of_input(asymmetry: float, lowest: float, noise: float, *, semidefinite: bool) -> None:
-    """Warn, once for each reason, of matrices that are not what a function of a covariance takes."""
+    """Warn, once for each reason, about matrices that are not valid covariances."""
     if asymmetry > noise:
         _warn_once(
             f"a matrix far from symmetric was decomposed: A and its transpose differ by {asymmetry:.2g} of the largest "
@@ -150,7 +150,7 @@ def _with_jitter(A: Tensor, decomposition: Decomposition) -> tuple[Tensor, Tenso
 
 
 def retried(A: Tensor, method: str, first: tuple[Tensor, Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """Return the decomposition after a first attempt that failed for all, or that is right but for a mask."""
+    """Return the decomposition after a first attempt that failed for all matrices, or for those in a mask."""
     check_finite(A)
     matrices = A.reshape(-1, *A.shape[-2:])
     is_batch = len(matrices) > 1
@@ -192,7 +192,7 @@ def _decompose_one(A: Tensor, method: str, *, again: bool) -> tuple[Tensor, Tens
 def svd(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the thin singular value decomposition of wide matrices ``(..., m, n)``, verified.
 
-    One that fails, which is counted, is tried alone and transposed. Then the Gram matrix has the last word: less
+    A matrix that fails, which is counted, is tried alone and transposed. The last resort is the Gram matrix: less
     accurate, but with the retries of `decompose`.
     """
     if A.is_meta:

@@ -1,9 +1,9 @@
-"""Distances between covariances and between Gaussians, with gradients that are finite wherever they are taken.
+"""Distances between covariances and between Gaussians, with gradients that are finite everywhere.
 
-Each of them holds ``tr (A^(1/2) B A^(1/2))^(1/2)``. With factors ``A = L L^H``, ``B = M M^H`` it is the nuclear norm
-of ``L^H M``, and the gradient of a nuclear norm is a polar factor: bounded by 1, and zero in a null space. Centred
-features are such factors of their covariance, so with fewer samples than dimensions nothing larger than the samples is
-decomposed.
+Each of them contains ``tr (A^(1/2) B A^(1/2))^(1/2)``. With factors ``A = L L^H``, ``B = M M^H`` it is the nuclear
+norm of ``L^H M``, and the gradient of a nuclear norm is a polar factor: bounded by 1, and zero in a null space.
+Centred features are such factors of their covariance, so with fewer samples than dimensions nothing larger than the
+samples is decomposed.
 """
 
 from typing import Any
@@ -27,7 +27,8 @@ def bures_distance(A: Tensor, B: Tensor) -> Tensor:
     .. math:: d^2 = \mathrm{tr} A + \mathrm{tr} B - 2 \, \mathrm{tr} (A^{1/2} B A^{1/2})^{1/2}
 
     *Gradient:* :math:`I - T` with the map :math:`T` that transports one Gaussian to the other; zero for equal
-    covariances. Null directions of a covariance (as in `matrix_sqrth`) have none, so it is finite where ranks differ.
+    covariances. Null directions of a covariance (as in `matrix_sqrth`) have no gradient, so it is finite where ranks
+    differ.
 
     Args:
         A: symmetric positive semi-definite matrices ``(..., n, n)``, real or complex.
@@ -98,8 +99,8 @@ def frechet_distance(X: Tensor, Y: Tensor | tuple[Tensor, Tensor], *, dim: int =
     smaller side of the features: fewer samples than dimensions is the cheap case.
 
     *Gradient:* finite everywhere: for equal features, for fewer samples than dimensions, for constant features. Exact
-    unless a singular value of :math:`X_c^H Y_c` is zero, where the distance has a kink, and the gradient is the
-    shortest of those on its sides.
+    unless a singular value of :math:`X_c^H Y_c` is zero, where the distance has a kink; there it is the subgradient of
+    smallest norm.
 
     Args:
         X: features ``(..., d, N)`` with the samples last; in general the samples lie along ``dim`` and the features

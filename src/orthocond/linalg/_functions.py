@@ -1,4 +1,4 @@
-"""The spectral functions: what is applied to the eigenvalues, with the divided differences that its derivatives need.
+"""The spectral functions: functions of the eigenvalues, with the divided differences that their derivatives need.
 
 For ``f(A) = U diag(f(l)) U^H`` the first derivative is made of the first divided differences
 ``f[i,j] = (f(l_i) - f(l_j)) / (l_i - l_j)``, the second one of ``f[i,j,k] = (f[i,j] - f[j,k]) / (l_i - l_k)``. Written
@@ -60,7 +60,7 @@ class SpectralFunction(Entry):
     second: Callable[..., Tensor] = torch.clone
     """From eigenvalues, ``G`` and ``H`` to ``W_ik = sum_j f[i,j,k] H_ij G_jk``, all ``(..., n, n)``."""
     is_root: bool = False
-    """Whether the solvers without eigenvalues know it, and it is differentiable more than twice."""
+    """Whether the solvers without eigenvalues support it, and it is differentiable more than twice."""
     whole_line: bool = False
     """Whether it takes eigenvalues of any sign; otherwise those at or below zero are noise, or the null space."""
 
@@ -72,10 +72,11 @@ def spectral_function(chosen: Chosen) -> tuple[SpectralFunction, tuple[Any, ...]
 
 
 def chosen_function(choice: str, argument: str, caller: str) -> Chosen:
-    """Return what a user's string names: ``"log"``, ``"power(exponent=0.25)"``.
+    """Return the function that a user's string names: ``"log"``, ``"power(exponent=0.25)"``.
 
     Raises:
-        ArgumentError: ``choice`` names no function, or an option that the function hasn't; the message lists those.
+        ArgumentError: ``choice`` names no function, or an option that the function doesn't have; the message lists the
+            valid ones.
     """
     entry, options = resolve(FUNCTIONS, choice, argument, caller)
     return entry.name, tuple(options.values())
@@ -228,7 +229,7 @@ Example:
 
 _ANY = SpectralFunction(
     "any",
-    "A function that the user brings, with its derivative.",
+    "A function that the user defines, with its derivative.",
     "Higham, Functions of Matrices, 2008, theorem 3.11",
     value=any_value,
     first=any_first,

@@ -1,8 +1,8 @@
 """The roots by matrix products alone, and the gradient that goes with them.
 
-Neither solver knows the eigenvalues, so neither can drop a null space, and both are as accurate as their number of
-steps allows. The gradient does not unroll the steps: with ``Q = A^(1/2)``, ``dQ`` solves the Lyapunov equation
-``Q dQ + dQ Q = dA``, whose solution is differentiable by another one, and so to every order.
+Neither solver computes eigenvalues, so neither can drop a null space, and the number of steps limits the accuracy of
+both. The gradient does not unroll the steps: with ``Q = A^(1/2)``, ``dQ`` solves the Lyapunov equation ``Q dQ + dQ Q =
+dA``, whose solution is differentiable by another one, and so to every order.
 
 Reference: Song, Sebe, Wang, Fast differentiable matrix square root and inverse square root, TPAMI 2022.
 """
@@ -81,7 +81,7 @@ def newton_schulz_pair(B: Tensor, iterations: int, degree: int) -> tuple[Tensor,
 
 
 def optimal_pair(B: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-    """Return the same by the optimal polynomials for eigenvalues of at least ``bound``, as few as that allows."""
+    """Return the same by the optimal polynomials for eigenvalues of at least ``bound``, with as few as possible."""
     identity = _identity_like(B)
     Y, Z = B, identity
     for number, (a, b, c) in enumerate(quintics(bound**0.5, 8 * torch.finfo(B.dtype).eps)):

@@ -31,7 +31,7 @@ class PolarSolver(Entry):
     """A way to the nearest orthogonal matrix."""
 
     has_rank: bool = True
-    """Whether the solver can tell the singular values that are to stay zero."""
+    """Whether the solver can identify the singular values that must stay zero."""
     solve: Callable[..., Tensor] = lambda A: A
     """From matrices ``(..., m, n)``, ``m <= n``, to their polar factors. In float64, and for a solver without the rank,
     their largest entry is in [1, 2)."""
@@ -39,7 +39,7 @@ class PolarSolver(Entry):
 
 @overridable
 def nearest_orthogonal(A: Tensor, *, solver: str = "gram", rtol: float | None = None) -> Tensor:
-    r"""Return the matrices with orthonormal rows or columns (the fewer) that are nearest to ``A``.
+    r"""Return the nearest matrices to ``A`` with orthonormal rows or columns, whichever are fewer.
 
     .. math:: R = U V^T, \quad A = U \Sigma V^T
 
@@ -47,7 +47,7 @@ def nearest_orthogonal(A: Tensor, *, solver: str = "gram", rtol: float | None = 
 
     *Gradient:* that of :math:`(A A^T)^{-1/2} A` (for wide ``A``), exact at equal singular values and differentiable
     again. It grows like the inverse of the smallest singular value that is kept; those below about 1e-7 of the largest
-    (relevant for float64 input alone) have none.
+    (relevant for float64 input only) have no gradient.
 
     Args:
         A: matrices ``(..., m, n)``, tall or wide, real or complex (then the nearest unitary ones).
@@ -223,7 +223,8 @@ def _by_newton_schulz(A: Tensor, rtol: float, iterations: float, bound: float) -
 def _by_optimal_steps(A: Tensor, rtol: float, bound: float) -> Tensor:
     """Return polar factors by polynomials that are optimal for singular values of at least ``bound`` times the norm.
 
-    What is too far from orthogonal after them has smaller ones: a failure, for which the decomposition stands in.
+    A result that is too far from orthogonal has smaller singular values: it counts as a failure, and the decomposition
+    replaces it.
     """
     norm = torch.linalg.matrix_norm(A, keepdim=True)
     X = A / torch.where(norm > 0, norm, 1.0)

@@ -1,4 +1,4 @@
-"""Spectral functions besides the roots: powers, logarithm, exponential, and any function that a user brings."""
+"""Spectral functions besides the roots: powers, logarithm, exponential, and any function that a user defines."""
 
 import math
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def matrix_powerh(
     Args:
         A: matrices ``(..., n, n)``, as in `matrix_sqrth`.
         exponent: the power :math:`p`, a number.
-        solver: one of `SOLVERS`; those without eigenvalues know the exponents 0.5 and -0.5 alone.
+        solver: one of `SOLVERS`; those without eigenvalues support only the exponents 0.5 and -0.5.
         gradient: one of `GRADIENTS`.
         eps: added to the eigenvalues.
         rtol: as in `matrix_sqrth`.
@@ -126,8 +126,8 @@ def matrix_exph(
         rtol: ``None`` (or 0). The exponential of zero is 1, so there is no null space to drop.
 
     Returns:
-        The exponentials ``(..., n, n)``, in the dtype and on the device of ``A``. What the dtype can't hold becomes the
-        largest number that it can, for float64 about 1e250.
+        The exponentials ``(..., n, n)``, in the dtype and on the device of ``A``. A value too large for the dtype
+        becomes the largest that it can hold, for float64 about 1e250.
 
     Raises:
         ArgumentError: an ``rtol`` above zero; else as in `matrix_sqrth`.
@@ -166,18 +166,18 @@ def matrix_functionh(
     .. math:: f(A + \epsilon I) = U \, \mathrm{diag}(f(\lambda_i + \epsilon)) \, U^H
 
     *Gradient:* with the divided differences :math:`F_{ij} = (f_i - f_j) / (\lambda_i - \lambda_j)`, or where
-    eigenvalues are close the mean of :math:`f'` between them by Gauss quadrature; of the two each pair takes the one
-    with the smaller error bound. Exact at repeated eigenvalues, and differentiable again if autograd can differentiate
+    eigenvalues are close the mean of :math:`f'` between them by Gauss quadrature, whichever has the smaller error
+    bound for the pair. Exact at repeated eigenvalues, and differentiable again if autograd can differentiate
     ``derivative``.
 
     Args:
         A: matrices ``(..., n, n)``; the symmetric part counts, with eigenvalues of any sign.
         function: from a float64 tensor of eigenvalues, of any shape, to values of that shape, element by element.
-        derivative: its derivative, likewise; it is also taken between the eigenvalues.
+        derivative: its derivative, likewise; it is also evaluated between the eigenvalues.
         solver: one of `SOLVERS` that has eigenvalues.
         gradient: ``"exact"``; the other rules are for eigenvalues that are not negative.
         eps: added to the eigenvalues.
-        rtol: eigenvalues at or below ``rtol`` times the largest map to zero, for a function that has no value there.
+        rtol: eigenvalues at or below ``rtol`` times the largest map to zero, for a function that is undefined there.
             ``None`` drops nothing, whatever ``eps`` is.
 
     Returns:

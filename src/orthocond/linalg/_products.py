@@ -328,7 +328,7 @@ class _Slope(torch.autograd.Function):
 
 
 def _second(ctx: Context, A: Tensor, function: Chosen, G: Tensor, H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the derivatives of first and second order by eigenvalues: what is rarely needed has no products."""
+    """Return the derivatives of first and second order by eigenvalues, since they are rarely needed."""
     rtol = None if ctx.eps else ctx.dropped
     return eigen_derivatives(A, function, G, H, eps=ctx.eps, rtol=rtol, floor=None)
 

@@ -19,14 +19,14 @@ def spectral_projector(A: Tensor, k: int, *, largest: bool = True) -> Tensor:
 
     .. math:: \Pi = \sum_{i=1}^{k} u_i u_i^T
 
-    over the ``k`` largest (or smallest) eigenvalues. A loss that depends on a subspace, and not on which of its vectors
-    a solver happens to return, is a function of the projector.
+    over the ``k`` largest (or smallest) eigenvalues. A loss that depends on a subspace, but not on its basis, is a
+    function of the projector.
 
     *Gradient:* :math:`U (K \circ (U^T G U)) U^T` with :math:`K_{ij} = 1 / |\lambda_i - \lambda_j|` between an
     eigenvalue inside and one outside, 0 elsewhere: exact while the gap at the edge is open, whatever ties there are on
     either side of it, and differentiable again, any number of times. Pairs across the edge that are not farther apart
-    than :math:`n\,u\,\max|\lambda|` (``u`` is the unit roundoff of the dtype of ``A``) get none; there the projector
-    is not unique.
+    than :math:`n\,u\,\max|\lambda|` (``u`` is the unit roundoff of the dtype of ``A``) get no gradient; there the
+    projector is not unique.
 
     Args:
         A: matrices ``(..., n, n)``. The symmetric part ``(A + A^T) / 2`` is what counts.
@@ -46,7 +46,7 @@ def spectral_projector(A: Tensor, k: int, *, largest: bool = True) -> Tensor:
         Kato, Perturbation Theory for Linear Operators, 1966, section II.2.
 
     Example:
-        The two largest eigenvalues are equal, so their eigenvectors are anybody's choice; the projector is not:
+        The two largest eigenvalues are equal, so their eigenvectors are arbitrary, but the projector is unique:
 
         >>> spectral_projector(torch.diag(torch.tensor([2.0, 1.0, 2.0])), 2)
         tensor([[1., 0., 0.],
@@ -70,8 +70,8 @@ def spectral_projector(A: Tensor, k: int, *, largest: bool = True) -> Tensor:
 def top_eigenvector(A: Tensor, *, largest: bool = True) -> Tensor:
     r"""Return the eigenvector of the largest (or smallest) eigenvalue of symmetric matrices, with a fixed sign.
 
-    Its component of largest magnitude is positive (the first of them at a tie). That makes it a function of the matrix:
-    a solver's own sign is arbitrary.
+    Its component of largest magnitude is positive (the first of them at a tie). This makes it a function of the
+    matrix, because the sign that a solver returns is arbitrary.
 
     *Gradient:* :math:`\sum_{j} u_j u_j^T \, dA \, u / (\lambda - \lambda_j)` over the other eigenvectors: exact
     while the eigenvalue itself is simple, whatever ties there are among the others, and differentiable again. It is

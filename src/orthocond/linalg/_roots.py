@@ -54,9 +54,9 @@ def matrix_sqrth(
     has no derivative at a singular matrix; there, null directions get none (see ``rtol``).
 
     Args:
-        A: matrices ``(..., n, n)``, real or complex. The symmetric or Hermitian part ``(A + A^H) / 2`` is what
-            counts. Eigenvalues below zero are taken for rounding noise: they count down to ``-eps / 2``, or are
-            dropped. What is more than rounding is told by a warning, once in a process.
+        A: matrices ``(..., n, n)``, real or complex. Only the symmetric or Hermitian part ``(A + A^H) / 2`` is used.
+            Negative eigenvalues are treated as rounding noise: they count down to ``-eps / 2``, or are dropped. If an
+            asymmetry or a negative eigenvalue is larger than rounding, a warning is issued, once per process.
         solver: one of `SOLVERS`.
         gradient: one of `GRADIENTS`, for the solvers by eigenvalues.
         eps: added to the eigenvalues.
@@ -66,8 +66,8 @@ def matrix_sqrth(
             eigenvalues below 2e-308, the smallest normal number of float64, are zero.
 
     Returns:
-        The roots ``(..., n, n)``, symmetric up to rounding, in the dtype and on the device of ``A``. A number that the
-        dtype can't hold becomes the largest that it can.
+        The roots ``(..., n, n)``, symmetric up to rounding, in the dtype and on the device of ``A``. A value too large
+        for the dtype becomes its largest finite value.
 
     Raises:
         ArgumentError: a wrong shape, an unknown choice, a negative ``eps`` or ``rtol``.
@@ -102,7 +102,7 @@ def matrix_inv_sqrth(
         Song, Sebe, Wang 2022, eq. 4.
 
     Example:
-        A covariance of rank 1: its null space is left alone instead of blown up.
+        A covariance of rank 1: its null space maps to zero instead of being amplified.
 
         >>> matrix_inv_sqrth(torch.tensor([[4.0, 0.0], [0.0, 0.0]]))
         tensor([[0.5000, 0.0000],
@@ -144,10 +144,10 @@ def spectral(
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return ``f(A + eps I)`` for each of ``functions``, and the eigenvalues where the solver has them.
 
-    This is what the public functions and the layers share; the eigenvalues are detached, in the compute dtype and
-    ascending. ``floor`` ``(...)`` is the size of the rounding noise of each matrix, where that is known: eigenvalues at
-    or below it are dropped, unless ``eps`` is as large. A solver without eigenvalues drops matrices that are nothing
-    but noise.
+    The public functions and the layers share this function. The eigenvalues are detached, in the compute dtype and
+    ascending. ``floor`` ``(...)`` is the rounding noise of each matrix, where it is known: eigenvalues at or below it
+    are dropped, unless ``eps`` is as large. A solver without eigenvalues sets matrices that are entirely noise to
+    zero.
     """
     check_square(A, caller, allow_complex=True)
     entry, options, chosen, rtol = resolved(caller, A, functions, solver, gradient, eps, rtol)
@@ -205,7 +205,7 @@ _remembered = functools.lru_cache(maxsize=256)(_planned)
 
 
 def _planned_once(*choices: Any) -> tuple[Solver, dict[str, Any], tuple[Chosen, ...], bool]:
-    """Return the same, and look it up where the same was asked before: that is every step of a training."""
+    """Return the same from a cache: every step of a training run asks for the same plan."""
     return _planned(*choices) if torch.compiler.is_compiling() else _remembered(*choices)
 
 

@@ -58,7 +58,7 @@ def nearest_rotation(A: Tensor, *, return_margin: bool = False) -> Tensor | tupl
         Schonemann, Psychometrika 1966; Umeyama, TPAMI 1991.
 
     Example:
-        A reflection becomes a rotation, the direction with the smallest singular value is the one that turns:
+        A reflection becomes a rotation; the direction with the smallest singular value is flipped:
 
         >>> nearest_rotation(torch.diag(torch.tensor([3.0, 2.0, -1.0])))
         tensor([[1., 0., 0.],
@@ -124,7 +124,7 @@ def procrustes(
 
     *Gradient:* exact, with respect to the points and the weights, and differentiable again; that of the rotation is the
     one of `nearest_rotation` at :math:`\sum_i w_i (y_i - \bar y)(x_i - \bar x)^T`, so it is bounded where the points
-    leave the rotation open.
+    don't determine the rotation.
 
     Args:
         X: points ``(..., n, d)``, a point in each row.
@@ -135,7 +135,7 @@ def procrustes(
 
     Returns:
         A named tuple of rotation, scale, translation and residual, in the dtype of the points and computed in float64.
-        Degenerate points have an answer, too: where all weights are zero, or all points of ``X`` or of ``Y`` are one,
+        Degenerate points have a result, too: where all weights are zero, or all points of ``X`` or of ``Y`` coincide,
         the rotation is the identity and the scale 1; for points on a line it is one of the rotations that align the
         lines.
 
@@ -185,7 +185,7 @@ def procrustes(
 
 
 def _wide(X: Tensor) -> Tensor:
-    """Return the points in float64; a gradient that their own dtype can't hold comes back as the largest number."""
+    """Return the points in float64; a gradient too large for their dtype becomes its largest finite value."""
     return widen(lift(X, X.new_ones(())))
 
 

@@ -1,4 +1,4 @@
-"""Second divided differences of any function, and both divided differences of a function that a user brings.
+"""Second divided differences of any function, and both divided differences of a user-defined function.
 
 ``f[i,j,k]`` does not depend on the order of its points, so of the three differences one may divide by the largest,
 ``w``. What is lost by cancellation is then about ``u |f'| / w``, with the unit roundoff ``u``, and only three points

@@ -37,7 +37,7 @@ from orthocond.linalg._roots import resolved, spectral
 __all__ = ["covariance_sqrth", "spectral_of_samples"]
 
 _WORTHWHILE = 0.9
-"""Up to so many samples for each feature, the Gram matrix is the cheaper one to decompose."""
+"""The largest number of samples per feature for which the Gram matrix is cheaper to decompose."""
 
 
 def covariance_sqrth(
@@ -58,14 +58,14 @@ def covariance_sqrth(
     :math:`f(Y Y^T) = f(0) I + Y g(Y^T Y) Y^T` with :math:`g(\lambda) = (f(\lambda) - f(0)) / \lambda`.
 
     *Gradient:* exact with respect to the features, finite at rank loss and at repeated eigenvalues. Second derivatives
-    and forward mode take the covariance itself, at its full cost.
+    and forward mode use the covariance itself, at its full cost.
 
     Args:
         X: features ``(..., d, N)`` with the samples last, real or complex; in general the samples lie along ``dim`` and
             the features along the last of the other dimensions, as in `covariance`.
         dim: the dimension of the samples.
-        solver: one of `SOLVERS`; those without eigenvalues take the covariance itself.
-        gradient: one of `GRADIENTS`; the rules other than ``"exact"`` take the covariance itself.
+        solver: one of `SOLVERS`; those without eigenvalues use the covariance itself.
+        gradient: one of `GRADIENTS`; the rules other than ``"exact"`` use the covariance itself.
         eps: added to the eigenvalues.
         rtol: as in `matrix_sqrth`, of the ``d`` eigenvalues of the covariance.
 

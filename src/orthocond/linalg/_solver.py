@@ -21,7 +21,7 @@ class Solver(Entry):
     """A way to the roots, and with eigenvalues to the other functions, of a symmetric matrix."""
 
     has_eigenvalues: bool = True
-    """Whether the solver knows the eigenvalues, and so the rank, the gradient rules and every function."""
+    """Whether the solver computes eigenvalues, and so supports the rank, the gradient rules and every function."""
     solve: Callable[..., Solved] = _unsolved
     """``solve(A, functions, gradient=..., eps=..., rtol=..., floor=..., **options)`` returns ``f(A + eps I)`` for each
     function, and the eigenvalues ``(..., n)``, ascending, or None."""

@@ -42,20 +42,21 @@ def spectrum(A: Tensor, *, eps: float = 0.0, rtol: float | None = None) -> Spect
 
     .. math:: \kappa(A) = \sigma_{max}(A) / \sigma_{min}(A)
 
-    is the paper's measure (eq. 1). For a singular covariance its denominator is rounding noise, so it says how the
-    noise fell; ``cond_support`` and ``cond_eps`` are what a layer that drops the null space, or adds ``eps``, meets.
+    is the paper's measure (eq. 1). For a singular covariance its denominator is rounding noise, and so is the ratio.
+    ``cond_support`` is the condition number for a layer that drops the null space, ``cond_eps`` for one that adds
+    ``eps``.
 
     .. math:: gap(A) = \min_{i \neq j} |\lambda_i - \lambda_j| / \max_k |\lambda_k|
 
-    tells how well the single eigenvectors are determined. The gradient through eigenvectors divides by these distances:
-    at or below ``n * finfo(A.dtype).eps`` two eigenvalues are equal up to rounding, and that gradient is rounding noise
-    or NaN. The identity has the best condition number and the worst gap.
+    measures how well the individual eigenvectors are determined. The gradient through eigenvectors divides by these
+    distances: at or below ``n * finfo(A.dtype).eps`` two eigenvalues are equal up to rounding, and that gradient is
+    rounding noise or NaN. The identity has the best condition number and the worst gap.
 
-    *Gradient:* none; the result is for looking at.
+    *Gradient:* none; the result is for inspection.
 
     Args:
-        A: matrices ``(..., n, n)``, real or complex; the symmetric or Hermitian part counts.
-        eps: for ``cond_eps`` alone.
+        A: matrices ``(..., n, n)``, real or complex; only the symmetric or Hermitian part is used.
+        eps: for ``cond_eps`` only.
         rtol: for ``rank`` and ``cond_support``; ``None`` means ``n * finfo(A.dtype).eps``, whatever ``eps`` is.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Layers that take roots of covariances, orthogonal weights, and the way into and out of a model.
+"""Layers that compute roots of covariances, orthogonal weights, conversion from BatchNorm, and folding for inference.
 
 The meta-layers (`DecorrelatedBatchNorm1d`, `DecorrelatedBatchNorm2d`, `DecorrelatedBatchNorm3d`, `CovariancePool2d`,
 `WhiteningColoring2d`) keep the eigenvalues of their last training batch as ``last_eigenvalues``.

@@ -17,8 +17,8 @@ class WhiteningColoring2d(MetaLayer):
     .. math:: y = P_s^{1/2} P_c^{-1/2} (x - \mu_c) + \mu_s
 
     where :math:`P_c, \mu_c` are covariance and mean of the content's channels and :math:`P_s, \mu_s` those of the
-    style's. Directions in which the content does not vary stay at the style's mean. A feature map with fewer positions
-    than channels costs the decomposition of a matrix of its positions.
+    style's. Directions in which the content does not vary stay at the style's mean. For a feature map with fewer
+    positions than channels, a matrix of the size of the positions is decomposed.
 
     *Gradient:* exact with respect to both, finite for singular covariances.
 
@@ -28,8 +28,8 @@ class WhiteningColoring2d(MetaLayer):
         solver: one of `orthocond.linalg.SOLVERS`.
         gradient: one of `orthocond.linalg.GRADIENTS`.
 
-    Shape: content ``(B, C, H, W)`` and style ``(B, C, H', W')`` to ``(B, C, H, W)``; a style ``(1, C, H', W')`` serves
-    the whole batch. ``last_eigenvalues`` are those of the content.
+    Shape: content ``(B, C, H, W)`` and style ``(B, C, H', W')`` to ``(B, C, H, W)``; a style ``(1, C, H', W')`` is
+    used for the whole batch. ``last_eigenvalues`` are those of the content.
 
     Raises:
         ArgumentError: shapes that don't fit, a wrong option.

@@ -30,7 +30,7 @@ _COUNTERPARTS: dict[type[nn.Module], type[_DecorrelatedBatchNorm]] = {
 
 
 def convert_batchnorm(module: nn.Module, names: Iterable[str] | None = None, **options: Any) -> nn.Module:
-    """Replace BatchNorm by decorrelated batch norm, with everything that it has learned.
+    """Replace BatchNorm by decorrelated batch norm, keeping its parameters and statistics.
 
     Scale and shift, momentum, running mean, the count of batches, mode, device and dtype are carried over. The running
     variance becomes a diagonal whitening matrix, so that in eval mode the converted model gives the same outputs until
@@ -38,13 +38,13 @@ def convert_batchnorm(module: nn.Module, names: Iterable[str] | None = None, **o
     ``load_state_dict``.
 
     A subclass of BatchNorm is converted if it normalises and then applies its submodules one after another, such as
-    the ``BatchNormAct2d`` of timm with its dropout and activation: the new layer gets the same submodules. Whether it
-    does is tried out on random features, in both modes; a subclass that does something else is refused.
+    the ``BatchNormAct2d`` of timm with its dropout and activation: the new layer gets the same submodules. This is
+    tested on random features, in both modes; a subclass that does something else is refused.
 
     Args:
         module: a model, changed in place, or a BatchNorm layer.
-        names: dotted names of the layers to convert; ``None`` for all of them. ``SyncBatchNorm`` is taken for two
-            dimensions and becomes ``sync=True``.
+        names: dotted names of the layers to convert; ``None`` for all of them. ``SyncBatchNorm`` is assumed to be
+            two-dimensional and becomes ``sync=True``.
         **options: for the new layers: ``eps``, ``rtol``, ``groups``, ``solver``, ``gradient``, ``sync``,
             ``process_group``.
 
@@ -53,7 +53,7 @@ def convert_batchnorm(module: nn.Module, names: Iterable[str] | None = None, **o
 
     Raises:
         ArgumentError: a name is not that of a BatchNorm layer of the model (the message lists them), or a layer can't
-            be converted; then no layer is.
+            be converted; then none is converted.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8))

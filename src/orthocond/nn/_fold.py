@@ -32,18 +32,19 @@ _HOOKS = (
 
 @torch.no_grad()
 def fold(module: M, *, keep_keys: bool = False) -> M:
-    """Return a copy for inference, with the same outputs as in eval mode, and neither whitening nor parametrizations.
+    """Return a copy for inference with the same outputs as in eval mode, without whitening and parametrizations.
 
     In eval, decorrelated batch norm is a linear map. Where it follows a convolution or a linear layer directly, and
-    that layer's output and weight go nowhere else, the map is multiplied into its weight and the layer disappears.
-    Elsewhere it becomes a plain 1x1 convolution. Parametrizations (orthogonal and others) are replaced by the weight
-    that they give. What is left is plain torch, for `torch.export`, ONNX and whatever comes behind them; layers that
-    depend on their batch (covariance pooling, norms without running statistics) and orthogonal operators stay.
+    that layer's output and weight are not used elsewhere, the map is multiplied into its weight and the norm
+    disappears. Elsewhere it becomes a plain 1x1 convolution. Parametrizations (orthogonal and others) are replaced by
+    the weight that they give. The result consists of plain torch layers, for `torch.export`, ONNX and other tools;
+    layers that depend on their batch (covariance pooling, norms without running statistics) and orthogonal operators
+    stay.
 
-    What follows what is read from `torch.fx` traces, of the model or, where it can't be traced, of the parts that can.
-    A linear layer is taken to map ``(N, in)`` to ``(N, out)``, unless the norm behind it last saw three dimensions.
-    Monitors and treatments stay with the original. A norm that becomes a convolution because its surroundings can't
-    be traced or because of a hook gives a warning with the reason.
+    The order of the layers is read from `torch.fx` traces: of the model or, where it can't be traced, of the parts
+    that can. A linear layer is assumed to map ``(N, in)`` to ``(N, out)``, unless the last input of the norm after it
+    had three dimensions. Monitors and treatments stay with the original. A norm that becomes a convolution because its
+    surroundings can't be traced or because of a hook gives a warning with the reason.
 
     Args:
         module: any model; it is not changed.
@@ -140,10 +141,10 @@ def _leave_weights(layer: Any) -> None:
 
 
 def _multiply_into(layer: Any, norm: _DecorrelatedBatchNorm, *, adds_bias: bool) -> Tensor:
-    """Change the linear layer so that it does what it and the whitening behind it did.
+    """Change the linear layer so that it also applies the whitening after it.
 
     Returns:
-        The shift that is still to be added: zero, unless the layer has no bias and shall get none.
+        The shift that remains to be added: zero, unless the layer has no bias and must not get one.
     """
     old = layer.weight
     weight, shift = (part.double() for part in norm.eval_map())
@@ -175,7 +176,7 @@ def _multiply_into(layer: Any, norm: _DecorrelatedBatchNorm, *, adds_bias: bool)
 
 
 def _as_layer(norm: _DecorrelatedBatchNorm) -> nn.Module:
-    """Return a plain layer that does what the whitening does in eval."""
+    """Return a plain layer equivalent to the whitening in eval."""
     weight, bias = norm.eval_map()
     dense = torch.block_diag(*weight)
     n = norm.num_features

@@ -14,7 +14,7 @@ class FrechetLoss(nn.Module):
 
     .. math:: \|\mu - \mu_r\|^2 + \mathrm{tr}(\Sigma + \Sigma_r - 2 (\Sigma_r^{1/2} \Sigma \Sigma_r^{1/2})^{1/2})
 
-    The reference (:math:`\mu_r, \Sigma_r`) is kept as buffers and has no gradient. Give it once, over the whole data
+    The reference (:math:`\mu_r, \Sigma_r`) is kept as buffers and has no gradient. Set it once, over the whole data
     set, with `update`, or batch by batch in training, as the second argument.
 
     *Gradient:* finite, as that of `orthocond.linalg.frechet_distance`, with fewer samples than features too. The
@@ -25,8 +25,8 @@ class FrechetLoss(nn.Module):
         num_features: the number of features.
         momentum: the weight of a new reference batch in a moving average; ``None`` weighs all samples seen so far
             equally.
-        device: of the buffers.
-        dtype: of the buffers.
+        device: the device of the buffers.
+        dtype: the dtype of the buffers.
 
     Shape: features ``(N, num_features)`` to a scalar.
 

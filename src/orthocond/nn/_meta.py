@@ -1,4 +1,4 @@
-"""What every meta-layer has: the options of its root, and the eigenvalues of its last training batch."""
+"""The base class of the meta-layers: the options of the root, and the eigenvalues of the last training batch."""
 
 import math
 import warnings
@@ -47,7 +47,7 @@ class MetaLayer(nn.Module):
         """The eigenvalues ``(..., C)`` of the last training batch's covariance, descending; None before the first.
 
         They come with the decomposition and cost nothing. A solver without eigenvalues keeps the covariance instead,
-        and they are computed when asked for.
+        and they are computed on access.
         """
         if self._eigenvalues is None and self._covariance is not None:
             self._eigenvalues = spectrum(self._covariance).eigenvalues
@@ -55,14 +55,14 @@ class MetaLayer(nn.Module):
 
     @property
     def last_noise(self) -> Tensor | None:
-        """The rounding noise ``(...)`` of the same covariance: what is at or below it was dropped; None before."""
+        """The rounding noise ``(...)`` of the same covariance: eigenvalues at or below it were dropped; None before."""
         return self._noise
 
     @property
     def num_fallbacks(self) -> tuple[int, int]:
         """How many matrices were decomposed because ``solver="products"`` had no certificate, and of how many in all.
 
-        What compiled code does is not counted.
+        Calls in compiled code are not counted.
         """
         return self._num_fallbacks, self._num_matrices
 
@@ -71,7 +71,7 @@ class MetaLayer(nn.Module):
         return x.flatten(2)
 
     def extra_repr(self) -> str:
-        """Return the options of the root, those with their defaults left out."""
+        """Return the options of the root that differ from their defaults."""
         shown = [f"eps={self.eps}", f"rtol={self.rtol}"]
         shown += [f"{name}={value!r}" for name, value in (("solver", self.solver), ("gradient", self.gradient))
                   if value not in ("eigh", "exact")]  # fmt: skip
@@ -134,7 +134,7 @@ class MetaLayer(nn.Module):
         self._num_fallbacks = self._num_matrices = 0
 
     def _keep_spectrum(self, covariance: Tensor | None, eigenvalues: Tensor | None, noise: Tensor) -> None:
-        """Keep the eigenvalues, given in ascending order, or for want of them the covariance, and its noise."""
+        """Keep the eigenvalues, given in ascending order, or without them the covariance, and its noise."""
         if not self.training or is_exporting():
             return
         self._eigenvalues = None if eigenvalues is None else eigenvalues.detach().flip(-1)

@@ -1,4 +1,4 @@
-"""Decorrelated batch normalisation: ZCA whitening with BatchNorm's signature, semantics and habits."""
+"""Decorrelated batch normalisation: ZCA whitening with BatchNorm's signature and semantics."""
 
 import math
 import warnings
@@ -122,7 +122,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name that BatchNorm has)
-        """Return ``input`` ``(N, C, *)`` whitened, and through the modules that were added to the layer, if any."""
+        """Return ``input`` ``(N, C, *)`` whitened, and passed through modules added to the layer, if any."""
         x = input
         self._check_input(x)
         self._last_ndim = x.ndim
@@ -162,7 +162,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
     def _whiten_together(
         self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, Statistics]:
-        """Return the same over all processes; the exchange between them is not for a compiler."""
+        """Return the same over all processes; the communication is not compiled."""
         return whiten(x, gamma, beta, **options, process_group=self.process_group, sync=True)
 
     def samples(self, x: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def eval_map(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Return weight ``(groups, c, c)`` and bias ``(groups, c)`` of the linear map that the layer is in eval."""
+        """Return weight ``(groups, c, c)`` and bias ``(groups, c)`` of the layer as a linear map in eval."""
         if self.running_mean is None or self.running_whitening is None:
             raise ArgumentError(f"{type(self).__name__} without running statistics is no fixed map; track them.")
         mean, weight = self.running_mean.to(dtype), self.running_whitening.to(dtype)
@@ -223,7 +223,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
         self.running_whitening.lerp_(statistics.whitening.to(self.running_whitening), momentum)
 
     def _check_rank(self, num_samples: int) -> None:
-        """Warn, once, of a training batch with too few samples for its covariance to have full rank."""
+        """Warn, once, about a training batch with too few samples for its covariance to have full rank."""
         size = self.num_features // self.groups
         if num_samples > size or self._has_warned or not self.training or torch.compiler.is_compiling():
             return
@@ -248,7 +248,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
             )
 
     def extra_repr(self) -> str:
-        """Return the arguments, those beyond BatchNorm's left out where they have their defaults."""
+        """Return the arguments; those that BatchNorm doesn't have are omitted where they have their defaults."""
         text = (
             f"{self.num_features}, momentum={self.momentum}, affine={self.affine}, "
             f"track_running_stats={self.track_running_stats}, {super().extra_repr()}"
@@ -260,7 +260,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
 
 
 def diagonal_whitening(variance: Tensor, eps: float, groups: int) -> Tensor:
-    """Return the whitening matrices ``(groups, c, c)`` that do what BatchNorm does with a running variance ``(C,)``."""
+    """Return the whitening matrices ``(groups, c, c)`` equivalent to BatchNorm with a running variance ``(C,)``."""
     return torch.diag_embed((variance + eps).rsqrt().view(groups, -1))
 
 

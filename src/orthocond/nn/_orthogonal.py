@@ -1,4 +1,4 @@
-"""Orthogonal weights: by parametrization, by loss, and the test whether they are."""
+"""Orthogonal weights: by parametrization, by loss, and a test for orthogonality."""
 
 import torch
 from torch import Tensor, nn
@@ -26,37 +26,38 @@ Example:
 def orthogonal_weight(
     module: nn.Module, name: str = "weight", *, kind: str = "kernel", normalize: bool = True
 ) -> nn.Module:
-    r"""Make the weight of a layer orthogonal, now and through all training.
+    r"""Make the weight of a layer orthogonal, and keep it orthogonal during training.
 
     ``kind="kernel"`` puts a parametrization on the flattened kernel ``(out, in * k)``: with the tensor :math:`W` that
     is trained,
 
     .. math:: \exp(W - W^T)
 
-    has orthonormal columns (rows where it is wide; a rectangular :math:`W` stands in the first columns of a square one
-    with zeros). It is a `torch.nn.utils.parametrize` parametrization, so ``parametrize.cached()`` and
-    ``parametrize.remove_parametrizations`` work on it. A weight that is orthogonal already stays as it is; any other
-    becomes the :math:`W` of the formula.
+    has orthonormal columns (rows if it is wide; a rectangular :math:`W` is extended by zero columns to a square
+    matrix). It is a `torch.nn.utils.parametrize` parametrization, so ``parametrize.cached()`` and
+    ``parametrize.remove_parametrizations`` work on it. A weight that is already orthogonal is kept; any other becomes
+    the :math:`W` of the formula.
 
-    ``kind="operator"`` makes the convolution orthogonal as a map of images, the norm of which it preserves: the
-    exponential of a skew-symmetric convolution by its series. It is for ``nn.Conv2d`` with "same" padding (stride 2
-    becomes a rearrangement of pixels into channels) and gives the layer a weight of another shape.
+    ``kind="operator"`` makes the convolution orthogonal as a map of images, so that it preserves their norm. It
+    computes the exponential of a skew-symmetric convolution by its series. It works for ``nn.Conv2d`` with "same"
+    padding (stride 2 becomes a rearrangement of pixels into channels) and changes the shape of the layer's weight.
 
-    Call it before the optimizer is made: what is trained is a new parameter.
+    Call it before you create the optimizer: the trained tensor is a new parameter.
 
     Args:
         module: a linear layer or a convolution, changed in place.
-        name: of the weight.
+        name: the name of the weight.
         kind: ``"kernel"`` or ``"operator"``.
         normalize: bound the exponent: :math:`W - W^T` is scaled down to a root mean square singular value of 1 where it
-            is larger, so that the weight keeps turning slowly however large :math:`W` has become. ``False`` is the
-            paper's formula as it stands, which does not train well with ``nog``.
+            is larger, so that a step turns the weight by a small angle however large :math:`W` has become. ``False``
+            is the paper's formula, which does not train well with ``nog``.
 
     Returns:
         The same module.
 
     Raises:
-        ArgumentError: no such weight, no matrix, an unknown kind, or a convolution that can't be an operator.
+        ArgumentError: there is no such weight, it is not a matrix, the kind is unknown, or the convolution can't be an
+            operator.
 
     Reference:
         Song, Sebe, Wang 2022, eq. 13; Singla and Feizi, Skew orthogonal convolutions, ICML 2021.
@@ -150,7 +151,7 @@ def orthogonal_loss(weight: Tensor) -> Tensor:
     .. math:: \| W W^T - I \|_F
 
     *Gradient:* :math:`2 (W W^T - I) W / \|W W^T - I\|_F`, and zero at an orthogonal weight. A tall kernel can't have
-    orthonormal rows; its loss is least, ``sqrt(out - in * k)``, where the columns are.
+    orthonormal rows; its loss is smallest, ``sqrt(out - in * k)``, where the columns are orthonormal.
 
     Args:
         weight: ``(out, in)`` or ``(out, in, *k)``.
@@ -174,13 +175,13 @@ def orthogonal_loss(weight: Tensor) -> Tensor:
 
 
 def is_orthogonal(weight: Tensor, *, atol: float | None = None) -> bool:
-    """Return whether the rows or the columns (the fewer) of the flattened kernel ``(out, in * k)`` are orthonormal.
+    """Return whether the rows or columns (whichever are fewer) of a kernel ``(out, in * k)`` are orthonormal.
 
-    The weight of a grouped or transposed convolution stands for other matrices: give each of them by itself.
+    The weight of a grouped or transposed convolution represents other matrices: pass each of them separately.
 
     Args:
         weight: ``(out, in)`` or ``(out, in, *k)``.
-        atol: how far an inner product may be off; ``None`` for ten times the rounding of a sum of that length.
+        atol: tolerance for each inner product; ``None`` for ten times the rounding error of a sum of that length.
 
     Example:
         >>> is_orthogonal(torch.eye(3, 5)), is_orthogonal(torch.ones(3, 5))

@@ -14,8 +14,8 @@ class CovariancePool2d(MetaLayer):
 
     .. math:: Q = f(X J X^T + \epsilon I), \quad X \in \mathbb{R}^{C \times HW}, \quad f(x) = x^{1/2}
 
-    The descriptor of the classifier in place of average pooling: it holds how the channels vary together. With fewer
-    positions than channels it costs the decomposition of a matrix of the positions, not of the channels.
+    It replaces average pooling in front of a classifier, and describes how the channels vary together. With fewer
+    positions than channels it decomposes a matrix of the size of the positions, not of the channels.
 
     *Gradient:* exact, and finite when there are fewer positions than channels (``H W < C``), where the covariance is
     singular: its null space maps to zero, in the gradient too.

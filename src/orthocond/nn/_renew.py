@@ -1,4 +1,4 @@
-"""Running statistics of the weights as they are, not as they were during training."""
+"""Running statistics for the current weights, not for those during training."""
 
 import inspect
 import warnings
@@ -17,24 +17,24 @@ __all__ = ["renew_statistics"]
 
 @torch.no_grad()
 def renew_statistics(module: nn.Module, batches: Iterable[Any], *, device: torch.device | str | None = None) -> None:
-    """Recompute the running statistics of every norm over ``batches``, with the weights at rest.
+    """Recompute the running statistics of every norm over ``batches``, with fixed weights.
 
-    Running statistics are averages over the last batches of the training, while the weights moved. The whitening of a
-    singular covariance moves with them, so that a network may train well and test badly; weights that were averaged
-    (SWA, EMA) have never seen a batch at all. This function forgets the running statistics of all decorrelated and
-    plain batch norms and replaces them by their means over ``batches``, as `torch.optim.swa_utils.update_bn` does for
-    plain ones.
+    Running statistics are averages over the last batches of the training, during which the weights changed. The
+    whitening of a singular covariance changes with them, so a network may train well and test badly. Averaged weights
+    (SWA, EMA) have no running statistics of their own at all. This function resets the running statistics of all
+    decorrelated and plain batch norms and replaces them by their means over ``batches``, as
+    `torch.optim.swa_utils.update_bn` does for plain ones.
 
-    Only the norms are in training mode meanwhile. Everything else is in eval mode, so the statistics are those of the
+    Meanwhile only the norms are in training mode. Everything else is in eval mode, so the statistics are those of the
     network that will be evaluated, without dropout. Modes and momenta are restored at the end. If a batch fails, the
     old statistics are restored as well.
 
     Args:
         module: a model, changed in place.
-        batches: inputs of the model, e.g. a data loader of the training data; 100 batches are usually enough. A tensor
-            is passed as it is, a tuple or a list by its first element, and a dict as keyword arguments, without the
-            keys that ``forward`` doesn't have.
-        device: where the inputs are moved to; ``None`` leaves them where they are.
+        batches: inputs of the model, e.g. a data loader of the training data; 100 batches are usually enough. The
+            model gets a tensor unchanged, the first element of a tuple or a list, or a dict as keyword arguments,
+            without keys that ``forward`` doesn't accept.
+        device: the device to move the inputs to; ``None`` doesn't move them.
 
     Raises:
         ArgumentError: there is no batch, or ``batches`` is a single one.
@@ -107,7 +107,7 @@ def _run(module: nn.Module, batches: Iterable[Any], device: torch.device | str |
 
 
 def _arguments(module: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a batch ``forward`` takes."""
+    """Return the arguments of ``forward`` that a batch contains."""
     parameters = inspect.signature(module.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(batch)

@@ -22,7 +22,7 @@ class SkewOrthogonalConv2d(nn.Conv2d):
 
     .. math:: \exp(L) x = x + L x + \tfrac{1}{2} L^2 x + \dots
 
-    is orthogonal. Channels that the input lacks are zeros, those beyond the output's are left out, and a stride
+    is orthogonal. Missing input channels are zeros, excess output channels are dropped, and a stride
     :math:`s` first moves the pixels of ``s x s`` blocks into channels. With at least as many output channels as (moved)
     input channels the norm is preserved exactly; with fewer it can only fall.
 
@@ -31,11 +31,11 @@ class SkewOrthogonalConv2d(nn.Conv2d):
 
     .. math:: \exp(L) x = J_0(b) x + 2 \sum_{k=1}^{K} J_k(b) u_k, \quad u_{k+1} = \tfrac{2}{b} L u_k + u_{k-1}
 
-    from :math:`u_0 = x`, :math:`u_1 = L x / b`. What is left out is below 3e-8 of the input: that takes 8 convolutions
-    for :math:`b = 1`, of which the first has the input's channels alone, and about :math:`b + 10` for a larger bound.
-    No term is larger than the input, so nothing cancels. The bound depends on the data, so `torch.compile` breaks the
-    graph there unless the kernel is normalised, and `torch.export` takes that of the last call, which is saved with the
-    state.
+    from :math:`u_0 = x`, :math:`u_1 = L x / b`. The truncation error is below 3e-8 of the input: that takes 8
+    convolutions for :math:`b = 1`, of which the first acts on the input's channels only, and about :math:`b + 10` for
+    a larger bound. No term is larger than the input, so nothing cancels. The bound depends on the data, so
+    `torch.compile` breaks the graph there unless the kernel is normalised, and `torch.export` uses the bound of the
+    last call, which is saved with the state.
 
     Reference:
         Singla and Feizi, Skew orthogonal convolutions, ICML 2021; the bound: Singla and Feizi, Fantastic four: bounds
@@ -107,11 +107,11 @@ class SkewOrthogonalConv2d(nn.Conv2d):
         return torch.add(result[:, : self.out_channels], term, alpha=last)
 
     def get_extra_state(self) -> dict[str, int]:
-        """Return what the state holds beside tensors."""
+        """Return the part of the state that is not a tensor."""
         return {"norm_bound": self.norm_bound}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        """Restore what the state holds beside tensors; version 0.1 called the same number ``num_repeats``."""
+        """Restore the part of the state that is not a tensor; version 0.1 called the same number ``num_repeats``."""
         self.norm_bound = state["norm_bound"] if "norm_bound" in state else state["num_repeats"]
 
     def _convolve(self, x: Tensor, kernel: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The treatments of the Pre-SVD layer: a class for each, their registry, and how they are put on a model.
+"""The treatments of the Pre-SVD layer: a class for each, their registry, and how they are applied to a model.
 
 A treatment is a set of parts, written as names joined by ``+`` in any order, each with its options in parentheses:
 ``"nog(solver=svd)+ow+olr"``; ``none`` is the empty one. It acts on one layer, and nothing else changes.

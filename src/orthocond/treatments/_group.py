@@ -70,12 +70,12 @@ class TreatmentGroup:
             treatment.detach()
 
     def remove(self) -> None:
-        """Detach, and leave plain weights in place of parametrized ones: see `Treatment.remove`."""
+        """Detach, and replace parametrized weights by plain ones: see `Treatment.remove`."""
         for treatment in self.treatments.values():
             treatment.remove()
 
     def penalty(self) -> Tensor:
-        """Return what is added to the loss, the sum over the layers."""
+        """Return the term to add to the loss, summed over the layers."""
         return torch.stack([treatment.penalty() for treatment in self.treatments.values()]).sum()
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The host: it puts parts on a layer and an optimizer, and knows none of them by name."""
+"""The host: it applies parts to a layer and an optimizer, and knows none of them by name."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -31,9 +31,8 @@ class Treatment:
     """A treatment on a layer, as `orthocond.treat` makes it.
 
     Within a step the order is: unscale (GradScaler), the user's clipping, the parts by their ``order`` (``gauge``,
-    ``nog``, ``olr``), the optimizer's step. So ``nog`` and ``olr`` see weight and gradient in the gauge, and the
-    metric, in which the step is taken. A learning rate that a part sets is put back after the step, so schedulers never
-    see it.
+    ``nog``, ``olr``), the optimizer's step. So ``nog`` and ``olr`` work with the weight, gradient and metric of the
+    step itself. A learning rate that a part sets is restored after the step, so schedulers never see it.
 
     Example:
         >>> import orthocond
@@ -96,7 +95,7 @@ class Treatment:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The tensor that is trained: the weight, or what is behind its parametrization."""
+        """The trained tensor: the weight, or the tensor behind its parametrization."""
         return self._target.parameter
 
     @property
@@ -107,13 +106,13 @@ class Treatment:
     def attach(self, optimizer: Any, *, scheduler: Any = None, penalty: bool = False) -> "Treatment":
         """Let the treatment act on the steps of an optimizer.
 
-        The optimizer's parameter groups stay as they are. A learning rate that a part sets lasts for one step, in a
-        group that exists for that step alone.
+        The optimizer's parameter groups don't change. A learning rate that a part sets lasts for one step, in a group
+        that exists only during that step.
 
         Args:
-            optimizer: any optimizer of torch that takes one gradient in a step, also wrapped by Accelerate or Fabric.
-            scheduler: not needed, a scheduler may be made before or after; one that is passed is checked to belong to
-                this optimizer.
+            optimizer: any torch optimizer that uses one gradient per step, also wrapped by Accelerate or Fabric.
+            scheduler: optional; if given, it is checked to belong to this optimizer. Schedulers can be created before
+                or after this call.
             penalty: add the gradient of `penalty` in each step, for a training loop whose loss you can't change. It
                 comes after the clipping of gradients. Don't add `penalty` to the loss as well.
 
@@ -158,7 +157,7 @@ class Treatment:
         self._unused.done("attach")
 
     def remove(self) -> None:
-        """Detach, and leave the plain weight in place of a parametrized one.
+        """Detach, and replace a parametrized weight by a plain one.
 
         Raises:
             ArgumentError: ``ow`` with ``kind="operator"``, which no plain weight can replace.
@@ -172,7 +171,7 @@ class Treatment:
             self._is_replaced = False
 
     def penalty(self) -> Tensor:
-        """Return what is added to the loss: zero without ``ol``."""
+        """Return the term to add to the loss: zero without ``ol``."""
         self._unused.done("penalty")
         penalties = [part.penalty(self._target) for part in self._penalizing]
         given = [penalty for penalty in penalties if penalty is not None]
@@ -298,7 +297,7 @@ class Treatment:
         return without_split_group(self.parameter, optimizer, state)
 
     def _put_back(self) -> None:
-        """Put the scheduled learning rate back."""
+        """Restore the scheduled learning rate."""
         if self._rate is not None:
             self._rate.undo()
             self._rate = None

@@ -22,8 +22,8 @@ __all__ = ["NearestOrthogonalGradient"]
 class NearestOrthogonalGradient(Part):
     r"""Replaces the gradient :math:`U S V^T` by :math:`U V^T`; a zero gradient stays zero.
 
-    The result has the same size whatever the gradient's, so clipping the gradient beforehand has no effect on this
-    layer; ``max_norm`` clips what the optimizer gets.
+    The result has the same size for every gradient, so clipping the gradient beforehand has no effect on this
+    layer; ``max_norm`` clips the gradient that the optimizer gets.
 
     Args:
         solver: one of `orthocond.linalg.POLAR_SOLVERS`.
@@ -32,8 +32,8 @@ class NearestOrthogonalGradient(Part):
             ``"decayed"``, the gradient with weight decay; or ``"momentum"``, the whole step, as Muon does.
 
     Raises:
-        ArgumentError: an unknown option; or in a step, ``of`` another than the gradient with an optimizer that is not
-            SGD, or with its Nesterov momentum or dampening.
+        ArgumentError: an unknown option; or in a step, ``of`` other than ``"gradient"`` with an optimizer that is not
+            SGD, or that has Nesterov momentum or dampening.
 
     Example:
         >>> NearestOrthogonalGradient(solver="svd")
@@ -62,7 +62,7 @@ class NearestOrthogonalGradient(Part):
         self._momentum: Tensor | None = None
 
     def install(self, target: "Target") -> None:
-        """Refuse what changes the coordinates of the momentum."""
+        """Refuse parts that change the coordinates of the momentum."""
         if self.of != "gradient" and "gauge" in target.parts:
             raise ArgumentError(
                 f"nog(of={self.of}) can't be combined with gauge, which changes the coordinates in which weight decay "

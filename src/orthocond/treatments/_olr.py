@@ -14,14 +14,14 @@ __all__ = ["OptimalLearningRate"]
 
 
 class OptimalLearningRate(Part):
-    r"""Takes the step with the rate :math:`\eta^*` after which the weight is nearest to orthogonal, if it is smaller.
+    r"""Uses the learning rate :math:`\eta^*` that makes the weight as orthogonal as possible, if it is smaller.
 
     It computes the rate for the weight that the layer uses: with ``ow`` that is the orthogonal one.
 
     Args:
         rule: one of `orthocond.optim.RULES`.
         steps: act in the first ``steps`` steps only (the paper's source mentions the first epochs); None for all.
-        negative: use a negative :math:`\eta^*` as well, as the switch of eq. 21 reads. It takes a step uphill, so by
+        negative: use a negative :math:`\eta^*` as well, as in the switch of eq. 21. That is a step uphill, so by
             default only :math:`0 < \eta^* < lr` is used.
 
     Example:
@@ -47,7 +47,7 @@ class OptimalLearningRate(Part):
         self._num_steps = 0
 
     def install(self, target: "Target") -> None:
-        """Warn of combinations in which the rate goes to zero."""
+        """Warn about combinations in which the rate goes to zero."""
         names = set(target.parts)
         if ("ow" in names) != ("nog" in names):
             target.warn(

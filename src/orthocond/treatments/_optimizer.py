@@ -1,4 +1,4 @@
-"""What a treatment needs of an optimizer: the one inside wrappers, the parameter's group, a rate for one step."""
+"""What a treatment needs from an optimizer: the one inside wrappers, the parameter's group, a rate for one step."""
 
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary

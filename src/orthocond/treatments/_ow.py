@@ -13,11 +13,11 @@ __all__ = ["OrthogonalWeight"]
 
 
 class OrthogonalWeight(Part):
-    r"""Uses :math:`\exp(W - W^T)` as the weight, which is orthogonal through all training.
+    r"""Uses :math:`\exp(W - W^T)` as the weight, which is orthogonal throughout training.
 
     Args:
         kind: one of `orthocond.nn.KINDS`: the flattened kernel is orthogonal, or the convolution as a map of images.
-        normalize: bound the exponent. Without it, which is the paper's formula, training with ``nog`` suffers: see
+        normalize: bound the exponent. The paper's formula has no bound and trains worse with ``nog``: see
             docs/orthogonal_weight.md.
 
     Example:
@@ -37,5 +37,5 @@ class OrthogonalWeight(Part):
         self.kind, self.normalize = kind, normalize
 
     def install(self, target: "Target") -> None:
-        """Put the parametrization on the weight, or turn the convolution into a skew orthogonal one."""
+        """Add the parametrization to the weight, or turn the convolution into a skew orthogonal one."""
         orthogonal_weight(target.layer, kind=self.kind, normalize=self.normalize)

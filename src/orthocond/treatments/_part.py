@@ -1,4 +1,4 @@
-"""One treatment: what it is called, what options it has, and what it does."""
+"""One treatment: its name, its options, and what it does."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -29,9 +29,9 @@ Example:
 
 @dataclass(frozen=True)
 class Note:
-    """Declares a number that a part notes in each step.
+    """Declares a number that a part records in each step.
 
-    The attributes of `Treatment.last`, the laboratory's metrics and the report's columns follow from the declarations.
+    The declarations define the attributes of `Treatment.last`, the laboratory's metrics and the report's columns.
 
     Example:
         >>> Note("eta", "optimal learning rate").default is None
@@ -43,7 +43,7 @@ class Note:
     kind: str = "number"
     """One of `NOTE_KINDS`."""
     is_costly: bool = False
-    """Whether reading it takes a computation, so that nobody should at every step."""
+    """Whether reading it needs a computation, so that it should not be read at every step."""
 
     def __post_init__(self) -> None:
         check_choice(self.kind, NOTE_KINDS, "kind", "Note")
@@ -57,8 +57,8 @@ class Note:
 class Part:
     """One treatment. A subclass has a name, options, and the methods that it needs.
 
-    The options are the keyword arguments of ``__init__``, each with a type and a default; text can give strings,
-    booleans and numbers (``"ow(kind=operator)"``). Every method has a default that does nothing.
+    The options are the keyword arguments of ``__init__``, each with a type and a default; a specification can set
+    strings, booleans and numbers (``"ow(kind=operator)"``). Every method has a default that does nothing.
 
     Example:
         >>> class Scaled(Part):
@@ -86,11 +86,11 @@ class Part:
     order: ClassVar[int] = 50
     """Parts with a lower order act first, and enclose those with a higher one."""
     excludes: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Names of parts that it can't be combined with, each with the sentence that says why."""
+    """Names of parts that it can't be combined with, each with the reason."""
     notes: ClassVar[tuple[Note, ...]] = ()
     """What it notes in a step."""
     replaces_weight: ClassVar[bool] = False
-    """Whether `install` puts another weight in place of the layer's, so that the optimizer has to be made later."""
+    """Whether `install` replaces the layer's weight, so that the optimizer must be created afterwards."""
     options: Mapping[str, Any] = MappingProxyType({})
     """The options that text can give: of the class their defaults, of an instance their values."""
     _given: Mapping[str, Any]
@@ -147,10 +147,10 @@ class Part:
         """Prepare a layer, once, when it is treated: check it, or change its weight."""
 
     def watch(self, target: "Target") -> None:
-        """Register what has to be seen of forward passes, with ``target.after_forward``, when it is attached."""
+        """Register callbacks for forward passes, with ``target.after_forward``, when it is attached."""
 
     def penalty(self, target: "Target") -> Tensor | None:  # noqa: ARG002  # for a subclass
-        """Return what is added to the loss; None for nothing."""
+        """Return the term to add to the loss; None for nothing."""
         return None
 
     def act(self, step: "Step") -> AbstractContextManager[object] | None:  # noqa: ARG002  # for a subclass
@@ -162,15 +162,15 @@ class Part:
         return None
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what a checkpoint has to hold, in plain types and tensors; None for nothing."""
+        """Return the state for a checkpoint, in plain types and tensors; None for nothing."""
         return None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Take over what was saved."""
+        """Load a saved state."""
 
 
 def unknown_option(part: type[Part], option: str) -> ArgumentError:
-    """Return the error for an option that a part hasn't."""
+    """Return the error for an option that a part doesn't have."""
     known = ", ".join(f"{name}={spelled(default)}" for name, default in part.options.items())
     return ArgumentError(
         f"{part.name} got an unknown option {option!r}; its options are: {known or 'none, it has no options'}."
@@ -190,6 +190,6 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def overrides(part: Part, method: str) -> bool:
-    """Return whether a part has a method of its own."""
+    """Return whether a part overrides a method."""
     own: Callable[..., Any] = getattr(type(part), method)
     return own is not getattr(Part, method)

@@ -28,5 +28,5 @@ class SpectralNorm(Part):
     replaces_weight = True
 
     def install(self, target: "Target") -> None:
-        """Put torch's parametrization on the weight."""
+        """Add torch's parametrization to the weight."""
         spectral_norm(target.layer, "weight")

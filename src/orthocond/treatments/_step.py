@@ -1,4 +1,4 @@
-"""One step of the optimizer, as the parts of a treatment see it, and what is left to read of it afterwards."""
+"""One step of the optimizer, as the parts of a treatment see it, and the record of it afterwards."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ ParameterGroup = dict[str, Any]
 class Step:
     """A step that the optimizer is about to take.
 
-    Parts read and set `gradient` and `rate`; what they note can be read from `Treatment.last` afterwards.
+    Parts read and set `gradient` and `rate`; the values that they record are in `Treatment.last` afterwards.
 
     Example:
         >>> import orthocond
@@ -61,7 +61,7 @@ class Step:
     def gradient(self) -> Tensor:
         """The gradient as a matrix: one row per output channel, groups as a batch, unscaled. Setting it changes it.
 
-        What is read may be a view of the gradient: clone it if it has to outlast the next change.
+        The result may be a view of the gradient: clone it to keep it beyond the next change.
         """
         matrix = self.target.layout.matrix(self._grad)
         return matrix if self._scale is None else matrix / self._scale
@@ -76,7 +76,8 @@ class Step:
     def weight(self) -> Tensor:
         """The weight that the layer uses, as a matrix like the gradient.
 
-        Setting it changes what the inner parts see, and not the layer; a function is called if one of them looks.
+        Setting it changes what the inner parts see, not the layer; a function is called only when one of them reads
+        it.
         """
         if self._weight is None:
             self._weight = self.target.weight
@@ -117,7 +118,7 @@ class Step:
 
     @property
     def rate(self) -> float:
-        """The learning rate of this step. Setting it is for this step alone."""
+        """The learning rate of this step. Setting it affects this step only."""
         return float(self._group["lr"]) if self.own_rate is None else self.own_rate
 
     @rate.setter
@@ -125,7 +126,7 @@ class Step:
         self.own_rate = rate
 
     def note(self, **values: Any) -> None:
-        """Record what happened: numbers, flags, pairs or tensors, or functions that return them if somebody reads."""
+        """Record values: numbers, flags, pairs or tensors, or functions that compute them when they are read."""
         self.noted.update(values)
 
 

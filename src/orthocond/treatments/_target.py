@@ -40,7 +40,7 @@ class Target:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The tensor that is trained: the weight, or what is behind its parametrization."""
+        """The trained tensor: the weight, or the tensor behind its parametrization."""
         if parametrize.is_parametrized(self.layer, "weight"):
             parameter = getattr(self.layer.parametrizations.weight, "original", None)  # type: ignore[union-attr]
         else:
@@ -100,7 +100,7 @@ class _Hook:
         self._handles: list[Any] = [module.register_forward_hook(self.call, with_kwargs=True), HookNotice(module)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy of a watched module has of this: nothing."""
+        """Return an empty state: a copy of a watched module is not watched."""
         return {}
 
     @uncompiled

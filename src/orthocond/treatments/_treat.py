@@ -1,4 +1,4 @@
-"""Putting a treatment on a layer of a model."""
+"""Applying a treatment to a layer of a model."""
 
 from contextlib import suppress
 from typing import Any, Literal, overload
@@ -28,7 +28,7 @@ def treat(
 def treat(
     model: nn.Module, layer: str | nn.Module, spec: Specification, *, example_input: Any = None, **options: Any
 ) -> Treatment | TreatmentGroup:
-    """Put a treatment on one layer of a model.
+    """Apply a treatment to one layer of a model.
 
     Three lines in a training loop:
 
@@ -37,24 +37,24 @@ def treat(
         loss = criterion(model(x), y) + treatment.penalty()          # zero without ol
 
     Args:
-        model: the model, also one wrapped by `torch.compile` or, unless ``ow`` or ``sn`` replace the weight, by DDP.
+        model: the model. It may be wrapped by `torch.compile` or, unless ``ow`` or ``sn`` replace the weight, by DDP.
         layer: the Pre-SVD layer: a linear layer or a convolution of any kind, as a module or by its dotted name, or
             ``"auto"`` for the one that `find_pre_svd` finds. Where it finds several, ``"first"`` takes the first, and
             ``"all"`` treats them all and returns a `TreatmentGroup`.
         spec: names of `TREATMENTS` joined by ``+``, in any order, each with its options in parentheses:
-            ``"nog(solver=svd)+ow(kind=operator)+olr"``; ``"none"``; or a list that mixes such texts and instances of
-            `Part`: ``["ow", MyPart(scale=0.1)]``.
+            ``"nog(solver=svd)+ow(kind=operator)+olr"``; ``"none"``; or a list of such strings and instances of `Part`:
+            ``["ow", MyPart(scale=0.1)]``.
         example_input: an input of the model, for ``"auto"``, ``"first"`` and ``"all"``, and for ``gauge`` where
             `torch.fx` can't trace the model.
-        **options: none; an option beside the specification raises, with its new spelling.
+        **options: not accepted; the error shows how to write the option in the specification.
 
     Returns:
-        The treatment, its weight in place (``sn``, ``ow``), to be attached to the optimizer (``nog``, ``olr``,
-        ``gauge``).
+        The treatment. ``sn`` and ``ow`` have already replaced the weight; ``nog``, ``olr`` and ``gauge`` act once it
+        is attached to the optimizer.
 
     Raises:
-        ArgumentError: an unknown treatment, layer or option, a layer without a matrix for a weight; for ``gauge`` a
-            constrained weight (``ow``, ``sn``), or anything but whitening without ``eps`` directly behind the layer.
+        ArgumentError: an unknown treatment, layer or option, or a layer whose weight is not a matrix; for ``gauge`` a
+            constrained weight (``ow``, ``sn``), or anything but whitening without ``eps`` directly after the layer.
 
     Warns:
         OrthocondWarning: ``olr`` with exactly one of ``ow`` and ``nog``, where the paper argues that eta* goes to zero;

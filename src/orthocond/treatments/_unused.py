@@ -1,4 +1,4 @@
-"""A warning for treatments without effect: one that is never attached, a penalty that nobody adds."""
+"""A warning for treatments without effect: one that is never attached, a penalty that is never added."""
 
 from warnings import warn
 
@@ -34,7 +34,7 @@ class Unused:
             self._handle = parameter.register_post_accumulate_grad_hook(self._count)
 
     def done(self, what: str) -> None:
-        """Take note that the treatment was attached, or its penalty used."""
+        """Record that the treatment was attached, or its penalty used."""
         if what in self.missing:
             self.missing.discard(what)
             if not self.missing:

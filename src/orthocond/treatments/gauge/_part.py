@@ -1,4 +1,4 @@
-"""The treatment: a whitening layer is watched, and the weight in front of it replaced where it is ill conditioned."""
+"""The treatment: it watches a whitening layer, and replaces the weight in front of it if that is ill conditioned."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,17 +55,17 @@ Norm = DecorrelatedBatchNorm1d | DecorrelatedBatchNorm2d | DecorrelatedBatchNorm
 class Gauge(Part):
     r"""Replaces the weight by :math:`c P^{-1/2} W` where the covariance :math:`P` is ill conditioned.
 
-    See docs/gauge.md. The whitening layer behind it gives the same outputs, and the covariance becomes :math:`c^2 I`.
+    See docs/gauge.md. The whitening layer after it gives the same outputs, and the covariance becomes :math:`c^2 I`.
 
     Args:
         threshold: the condition number above which it acts.
-        scale: what it keeps: the covariance's ``"trace"``, the norm of the ``"weight"``, or ``"unit"`` for a covariance
-            that becomes the identity.
-        momentum: what becomes of the optimizer's momentum: ``"keep"``, ``"reset"`` or ``"transform"``.
+        scale: what it preserves: the covariance's ``"trace"``, the norm of the ``"weight"``, or ``"unit"`` for a
+            covariance that becomes the identity.
+        momentum: what happens to the optimizer's momentum: ``"keep"``, ``"reset"`` or ``"transform"``.
         metric: how a step is measured: as if the layer's ``"input"`` were white, or in the coordinates of the new
             ``"weight"``.
-        process_group: the processes with copies of the model, None for all. Text can't give it: pass the instance,
-            ``treat(model, layer, ["nog", Gauge(process_group=group)])``.
+        process_group: the processes with copies of the model, None for all. A string can't specify it: pass the
+            instance, ``treat(model, layer, ["nog", Gauge(process_group=group)])``.
 
     Example:
         >>> Gauge(threshold=5.0)
