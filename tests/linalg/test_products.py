@@ -185,6 +185,13 @@ def test_a_compiled_training_step_is_products_alone():
     assert compiled(flat).isnan().all()
 
 
+def test_compiled_for_several_sizes():
+    compiled = torch.compile(lambda A: matrix_sqrth(A, solver="products"), fullgraph=True, backend="eager")
+    for n in (5, 3):  # the second time as a symbol
+        A = covariances(torch.linspace(1.0, 0.3, n))
+        assert torch.allclose(compiled(A), matrix_sqrth(A, solver="products"), atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore")  # the exporters' own
 def test_export_and_onnx_of_the_training_forward():
     onnxscript = pytest.importorskip("onnxscript", reason="ONNX export needs onnxscript")

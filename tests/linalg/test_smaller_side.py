@@ -120,8 +120,9 @@ def test_forward_mode_and_hessian():
     assert torch.allclose(torch.func.jacrev(torch.func.grad(loss))(X), torch.func.hessian(loss)(X))
 
 
-def test_compile_without_a_graph_break():
-    function = lambda X: 2 * covariance_sqrth(X + 1)
+@pytest.mark.parametrize("eps", [0.0, 0.5])
+def test_compile_without_a_graph_break(eps):
+    function = lambda X: 2 * covariance_sqrth(X + 1, eps=eps)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     results = []
     for each in (function, compiled):
@@ -130,6 +131,15 @@ def test_compile_without_a_graph_break():
         results.append((value, *torch.autograd.grad(value.square().sum(), X)))
     for plain, traced in zip(*results, strict=True):
         assert torch.allclose(plain, traced, atol=1e-5)
+
+
+def test_a_matrix_whose_noise_exceeds_eps_changes_no_other():
+    X = noise(2, 6, 3)
+    X[1] += 1e6  # whose rounding is larger than eps
+    together = covariance_sqrth(X, eps=1e-3)
+    for alone, value in zip(X, together, strict=True):
+        assert torch.allclose(covariance_sqrth(alone, eps=1e-3), value)
+    assert torch.allclose(together[0], matrix_sqrth(covariance(X[0]), eps=1e-3), atol=1e-5)
 
 
 def test_many_samples_and_other_solvers_take_the_covariance():

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from orthocond._core.layout import Layout
 from orthocond.errors import ArgumentError
 from orthocond.nn import is_orthogonal, orthogonal_loss, orthogonal_weight
+from orthocond.nn._exponential import exponential
 
 from cases import noise, rotation
 
@@ -356,3 +357,12 @@ def test_the_matrix_of_a_kernel_and_back(shape, groups, transposed):
     weight = noise(*shape)
     layout = Layout(groups, transposed)
     assert torch.equal(layout.kernel(layout.matrix(weight), weight), weight)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_the_exponential_has_a_hessian_by_every_mode():
+    A = noise(3, 3, dtype=torch.float64)
+    cubes = lambda A: exponential(A).pow(3).sum()
+    reverse = torch.func.jacrev(torch.func.jacrev(cubes))(A)
+    assert torch.allclose(torch.func.hessian(cubes)(A), reverse)
+    assert torch.allclose(torch.func.jacfwd(torch.func.jacfwd(cubes))(A), reverse)

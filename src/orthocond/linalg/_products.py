@@ -20,6 +20,7 @@ equation. Between a kept and a dropped one it is ``f(l_i) / (l_i - l_j)``, the p
 forward and reverse mode share it, and no step of an iteration is kept for it. Second derivatives are by eigenvalues.
 """
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -103,11 +104,12 @@ class Bounds(NamedTuple):
         Raises:
             ArgumentError: that leaves no gap.
         """
-        smallest = kept / max(A.shape[-1], 1) ** 0.125
+        n = operator.index(A.shape[-1])  # where the compiler has a symbol, too: the steps depend on it
+        smallest = kept / max(n, 1) ** 0.125
         if not dropped < smallest:
             raise ArgumentError(
-                f"solver='products' needs dropped < kept / n^(1/8), which is {smallest:.3g} for {A.shape[-1]}x"
-                f"{A.shape[-1]} matrices, got kept={kept} and dropped={dropped}; lower dropped, or raise kept."
+                f"solver='products' needs dropped < kept / n^(1/8), which is {smallest:.3g} for {n}x{n} matrices, got "
+                f"kept={kept} and dropped={dropped}; lower dropped, or raise kept."
             )
         return cls(smallest, dropped, _ERROR * torch.finfo(A.dtype).eps)
 

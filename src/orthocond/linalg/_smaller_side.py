@@ -146,8 +146,7 @@ class _OfSamples(torch.autograd.Function):
         scale = _scale(l)
         T = (Y @ V).div_(scale).to(X)
         value = finite((T * _scaled(g, scale, T).unsqueeze(-2)) @ T.mH)
-        if parts.kept is None:  # otherwise f(0) = 0
-            value.diagonal(dim1=-2, dim2=-1).add_(f[..., :1].to(value))
+        value.diagonal(dim1=-2, dim2=-1).add_(f[..., :1].to(value))  # 0 where zero is dropped
         zeros = l.new_zeros(*l.shape[:-1], X.shape[-2] - X.shape[-1])
         return value, torch.cat([zeros, l], -1), T, V.to(X), l
 
