@@ -315,7 +315,7 @@ class Chaos:
         )
         self.check_said(code, out, errors, (0,) if undamaged else (0, 2))
         after = content(self.run)
-        refused = code == 2 and "continue by --resume" not in errors
+        refused = code == 2 and "continue with --resume" not in errors
         if refused and {**before, "config.json": 0} != {**after, "config.json": 0}:  # which may be restored
             self.fault(f"it refused, but changed {[n for n in after if before.get(n) != after[n]]}: {errors}")
         names = ("metrics.jsonl", *runs.CHECKPOINTS)

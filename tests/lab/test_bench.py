@@ -357,7 +357,7 @@ def test_a_peer_that_cant_be_imported_is_left_out_and_told(site):
 
 def test_results_that_cant_be_written_or_read(tmp_path):
     (tmp_path / "folder.json").mkdir()
-    with pytest.raises(BenchError, match="choose another file by --json"):
+    with pytest.raises(BenchError, match="choose another file with --json"):
         write_results({}, tmp_path / "folder.json")
     with pytest.raises(BenchError, match="can't read results from"):
         read_results([tmp_path / "none.json"])

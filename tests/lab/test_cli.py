@@ -97,7 +97,7 @@ def test_a_folder_without_room_keeps_what_is_there(tmp_path, command_line):
     first = subprocess.run([sys.executable, "-c", limited, *arguments], capture_output=True, text=True, check=False)
     assert first.returncode == 2, first.stderr
     said = first.stderr.strip().splitlines()[-1]
-    assert "make room, and continue by --resume" in said
+    assert "make room, and continue with --resume" in said
     assert "Traceback" not in first.stderr
     again = command_line(*arguments, "--resume")
     assert again.returncode == 0, again.stderr
@@ -110,7 +110,7 @@ def test_without_its_dependencies_it_says_what_to_install(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 1
-    advice = f"orthocond: the laboratory needs typer; install it by: {install_command('lab')}"
+    advice = f"orthocond: the laboratory needs typer; install it with: {install_command('lab')}"
     assert done.stderr.strip() == advice
 
 

@@ -96,7 +96,7 @@ def test_files_that_are_no_configuration(tmp_path):
     with pytest.raises(ArgumentError, match="can't read the configuration"):
         from_toml(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("a = = 1")
-    with pytest.raises(ArgumentError, match="is no TOML"):
+    with pytest.raises(ArgumentError, match="is not valid TOML"):
         from_toml(tmp_path / "bad.toml")
     for text in ("", "[]", "{}", '{"preset": "x"', "null"):
         with pytest.raises(ArgumentError, match="is damaged"):

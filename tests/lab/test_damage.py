@@ -134,7 +134,7 @@ def test_without_a_whole_checkpoint_it_is_refused_with_the_command_that_starts_o
     assert "nothing was changed" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert content(folder) == before
-    program, *arguments = shlex.split(done.stderr.partition("start over by: ")[2])
+    program, *arguments = shlex.split(done.stderr.partition("start over with: ")[2])
     assert program == "orthocond"
     done = command_line(*arguments, "--threads", "1", "--accelerator", "cpu")
     assert done.returncode == 0, done.stderr

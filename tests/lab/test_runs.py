@@ -144,7 +144,7 @@ with RunFolder({str(tmp_path)!r}) as folder:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     message, step = done.stdout.strip().splitlines()
     assert "can't write a checkpoint" in message
-    assert "what was written before is intact: make room, and continue by --resume" in message
+    assert "what was written before is intact: make room, and continue with --resume" in message
     assert step == "1"
     assert not list(tmp_path.glob("*.partial"))
 

@@ -6,11 +6,11 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line, or say what it needs."""
+    """Run the command line, or report the missing package."""
     try:
         from orthocond.lab.cli import main as run
     except ModuleNotFoundError as error:
         from orthocond.lab.installing import install_command
 
-        sys.exit(f"orthocond: the laboratory needs {error.name}; install it by: {install_command('lab')}")
+        sys.exit(f"orthocond: the laboratory needs {error.name}; install it with: {install_command('lab')}")
     run()

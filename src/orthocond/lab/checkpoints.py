@@ -125,12 +125,12 @@ def _read(file: Path) -> dict[str, Any]:
         raise _UnusableError("holds something else than a checkpoint")
     for name, kinds in _KINDS.items():
         if not isinstance(state.get(name, ...), kinds) or isinstance(state[name], bool):
-            raise _UnusableError(f"is no checkpoint of a run ({name} is missing or of the wrong kind)")
+            raise _UnusableError(f"is not a checkpoint of a run ({name} is missing or of the wrong kind)")
     sizes = state["sizes"]
     if set(sizes) != set(LINES) or not all(type(size) is int and size >= 0 for size in sizes.values()):
-        raise _UnusableError(f"is no checkpoint of a run (its sizes are not those of {' and '.join(LINES)})")
+        raise _UnusableError(f"is not a checkpoint of a run (its sizes are not those of {' and '.join(LINES)})")
     if state["step"] < 1:
-        raise _UnusableError(f"is no checkpoint of a run (it claims step {state['step']})")
+        raise _UnusableError(f"is not a checkpoint of a run (it claims step {state['step']})")
     return state
 
 

@@ -147,7 +147,7 @@ def train_command(
     console = Console(soft_wrap=True, highlight=False, markup=False)
     if outcome.state == "interrupted":
         command = shlex.join(["orthocond", "train", preset_name, "--resume", "--out", str(folder)])
-        console.print(f"stopped at step {outcome.step}; continue by: {command}")
+        console.print(f"stopped at step {outcome.step}; continue with: {command}")
         raise typer.Exit(130)
     error = "" if outcome.val_error is None else f"validation error {outcome.val_error:.2f}%, "
     console.print(f"{error}{outcome.step} steps, in {folder}")

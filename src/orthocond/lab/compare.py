@@ -1,4 +1,4 @@
-"""Methods x seeds, each run in a folder of its own, several at a time, until all of them are done."""
+"""Methods x seeds, each run in its own folder, several at a time, until all of them are done."""
 
 import dataclasses
 import logging
@@ -51,12 +51,12 @@ class Run:
 
     @property
     def status(self) -> dict[str, Any]:
-        """What the run says of itself."""
+        """The status that the run wrote."""
         return read_status(self.folder)
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether the run is finished."""
         return self.has_config and self.status.get("state") == "finished"
 
     def result(self) -> dict[str, Any]:
@@ -83,14 +83,14 @@ class Handle(Protocol):
     """A run that was started."""
 
     def poll(self) -> str | None:
-        """Return None while it runs; afterwards what went wrong, or the empty string."""
+        """Return None while it runs; afterwards the problem, or the empty string."""
 
     def stop(self) -> None:
-        """Ask it to save and end, and wait for it."""
+        """Ask it to save and stop, and wait for it."""
 
 
 class Engine(Protocol):
-    """Where runs happen."""
+    """Executes runs."""
 
     slots: int
 
@@ -101,10 +101,10 @@ class Engine(Protocol):
 class LocalEngine:
     """Processes on this machine, its threads and GPUs divided among them.
 
-    A run sees the GPUs that it uses and no others: those that the fewest other runs use at the moment.
+    A run sees only the GPUs that it uses: those with the fewest other runs at the moment.
 
     Args:
-        jobs: how many at a time.
+        jobs: the number of runs at a time.
         gpus: as `CUDA_VISIBLE_DEVICES` names them; None for those that this process sees.
     """
 
@@ -170,16 +170,16 @@ class RayEngine:
     """Tasks on a Ray cluster whose machines share the folder of the runs.
 
     Args:
-        address: of the cluster; None for the one that is configured, or a new one on this machine.
-        cpus: of a run.
-        gpus: of a run.
+        address: Ray cluster address; None for the one that is configured, or a new one on this machine.
+        cpus: CPUs per run.
+        gpus: GPUs per run.
     """
 
     def __init__(self, address: str | None, cpus: int, gpus: float) -> None:
         try:
             import ray
         except ModuleNotFoundError:
-            raise ArgumentError(f"the engine ray needs Ray; install it by: {install_command('ray')}") from None
+            raise ArgumentError(f"the engine ray needs Ray; install it with: {install_command('ray')}") from None
         self._ray, self.slots = ray, sys.maxsize
         if not ray.is_initialized():
             try:
@@ -250,12 +250,12 @@ def plan(config: Config, methods: Sequence[str], seeds: int, out: Path, shard: t
 
 
 def folder_of(root: Path, config: Config) -> Path:
-    """Return where a run belongs below a folder of runs."""
+    """Return the path of a run below a folder of runs."""
     return root / config.method / f"seed-{config.seed}"
 
 
 def compare(runs: Sequence[Run], engine: Engine, console: Console) -> list[Run]:
-    """Do what is left of the runs, and show a table of them meanwhile; return those that failed.
+    """Do the remaining runs while showing a table of all of them; return those that failed.
 
     A run that fails is retried once, from its last checkpoint, and then left with its problem; the others continue.
 
@@ -338,7 +338,7 @@ def summary(runs: Sequence[Run], caption: str = "") -> Table:
 
 
 def mean_and_std(values: Sequence[float]) -> str:
-    """Return the mean and, of several values, the standard deviation.
+    """Return the mean and, for several values, the standard deviation.
 
     Example:
         >>> mean_and_std([1.0, 2.0]), mean_and_std([1.0])

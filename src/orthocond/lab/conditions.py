@@ -1,6 +1,6 @@
 """The condition number of a run: which of the monitor's numbers it is, over which steps, and what seeds say together.
 
-Tables, headlines, `compare` and the paper's items all take it from here, so that they speak of the same number.
+Tables, headlines, `compare` and the paper's items all use this definition.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The configuration of a run: every setting, where it may come from, and what is wrong with it."""
+"""The configuration of a run: every setting, its sources, and its validation."""
 
 import dataclasses
 import json
@@ -54,7 +54,7 @@ class Config:
     """Every setting of a run.
 
     Raises:
-        ArgumentError: a value that is not possible.
+        ArgumentError: an invalid value.
 
     Example:
         >>> config = Config("mine", method="svd+ow+nog", epochs=3)
@@ -148,7 +148,7 @@ class Config:
 
     @property
     def can_be_gauged(self) -> bool:
-        """Whether the meta-layer gives the same for every gauge: whitening without eps."""
+        """Whether the meta-layer's output is the same for every gauge: whitening without eps."""
         return self.meta == "dbn" and not self.eps
 
     def to_json(self) -> str:
@@ -173,11 +173,11 @@ _TYPES = typing.get_type_hints(Config)
 def solver_of(config: Config) -> str | None:
     """Return the solver of the meta-layer's root, with its options; None where there is no meta-layer.
 
-    Of the solvers that the configuration names, the one that fits the method counts: ``newton_schulz`` and ``products``
-    for methods of that name, any with eigenvalues for those that begin with ``svd``.
+    The configuration may name several solvers; the one that fits the method is used: ``newton_schulz`` and
+    ``products`` for methods of that name, any solver with eigenvalues for methods that begin with ``svd``.
 
     Raises:
-        ArgumentError: an unknown solver or option, or one that is for no method of a sweep.
+        ArgumentError: an unknown solver or option, or one that no method of a sweep uses.
 
     Example:
         >>> solver_of(Config("mine", solver="svd,newton_schulz(iterations=7)", method="newton_schulz"))
@@ -231,33 +231,33 @@ def from_toml(file: Path) -> dict[str, Any]:
     """Return the settings of a TOML file.
 
     Raises:
-        ArgumentError: it can't be read, or is no TOML.
+        ArgumentError: it can't be read, or is not valid TOML.
     """
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"can't read the configuration {file}: {error}.") from None
     except tomllib.TOMLDecodeError as error:
-        raise ArgumentError(f"{file} is no TOML: {error}.") from None
+        raise ArgumentError(f"{file} is not valid TOML: {error}.") from None
 
 
 def from_json(text: str) -> Config:
     """Return the configuration that `Config.to_json` wrote.
 
     Raises:
-        ArgumentError: it is damaged, or of another version of orthocond.
+        ArgumentError: it is damaged, or from another version of orthocond.
     """
     try:
         return from_settings(json.loads(text))
     except (ValueError, RecursionError):
-        raise ArgumentError("the configuration is damaged: it is no JSON; restore it from a copy.") from None
+        raise ArgumentError("the configuration is damaged: it is not valid JSON; restore it from a copy.") from None
 
 
 def from_settings(settings: Any) -> Config:
     """Return the configuration with these settings, as `dataclasses.asdict` returns them.
 
     Raises:
-        ArgumentError: it is something else than settings, or of another version of orthocond.
+        ArgumentError: these are not settings, or they are from another version of orthocond.
     """
     if not isinstance(settings, dict) or not isinstance(settings.get("preset"), str):
         raise ArgumentError("the configuration is damaged: it names no preset; restore it from a copy.")
@@ -319,7 +319,7 @@ def flags(config: Config, base: Config) -> list[str]:
 
 
 def parsed(name: str, value: Any) -> Any:
-    """Return a setting's value from what a file or a command line holds.
+    """Return a setting's value from its text in a file or on the command line.
 
     Raises:
         ArgumentError: a value of the wrong kind.

@@ -1,7 +1,7 @@
 """What the demonstration runs: whitening that knows its rank, the usual whitening, and batch norm, on real digits.
 
 The stem has more channels than its patches have pixels, so its covariance is singular, as in the first layer of most
-networks. How the setting was found is told in ``docs/guides/laboratory.md``.
+networks. ``docs/guides/laboratory.md`` describes how the setting was found.
 """
 
 from orthocond.lab.config import Config, changed

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live line on a terminal, plain lines elsewhere."""
+"""The display of a run: a live line on a terminal, plain lines elsewhere."""
 
 import os
 import time
@@ -11,7 +11,7 @@ __all__ = ["Display", "LiveDisplay", "PlainDisplay", "Silent", "is_first_process
 
 
 class Display(Protocol):
-    """Is told what happens in a run."""
+    """Shows the progress of a run."""
 
     def start(self, title: str, step: int, total_steps: int, total_epochs: int) -> None:
         """Begin, at a step."""

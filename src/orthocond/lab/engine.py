@@ -90,7 +90,7 @@ def _check_folder(folder: RunFolder, config: Config, resume: bool) -> None:
     if stored is None:
         raise RunError(
             f"config.json in {folder.path} is missing or damaged, no checkpoint holds a copy, and nothing was changed; "
-            f"restore it from a copy, or start over by: {start_over_command(config, folder.path)}"
+            f"restore it from a copy, or start over with: {start_over_command(config, folder.path)}"
         )
     check_same_run(folder.path, stored, config)
 

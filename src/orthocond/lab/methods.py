@@ -34,7 +34,7 @@ ALL = (*PAPER, "svd+nog+sn", "svd+nog+ol", "svd+nog+olr", "svd+ow+olr", "svd+gau
 
 @dataclass(frozen=True)
 class Method:
-    """What a method's name stands for."""
+    """The meaning of a method's name."""
 
     name: str
     """The canonical spelling: ``svd+nog+ow(kind=operator)+olr``."""
@@ -61,13 +61,13 @@ def method(name: str, defaults: str = "none") -> Method:
     """Return the method of a name: ``svd``, ``newton_schulz`` or ``products`` with any treatment, or ``bn``.
 
     Args:
-        name: the solver and the parts of the treatment, joined by ``+``, each with its options in parentheses. Those of
-            the solver are the meta-layer's ``eps`` and ``rtol``.
-        defaults: a specification of the options that parts have where the name gives them none. They are not spelled
-            in the method's name, and those that differ from them are.
+        name: the solver and the parts of the treatment, joined by ``+``, each with its options in parentheses. The
+            options of the solver are the meta-layer's ``eps`` and ``rtol``.
+        defaults: a specification of the default options of parts. The method's name contains only options that differ
+            from these.
 
     Raises:
-        ArgumentError: another base than those, a treatment or an option that does not exist, or a treatment of ``bn``.
+        ArgumentError: an unknown base, a treatment or an option that does not exist, or a treatment of ``bn``.
 
     Example:
         >>> method("svd+olr+ow(kind=operator)+nog").name
@@ -135,7 +135,7 @@ def method_list(names: str, *, with_gauge: bool = True, defaults: str = "none") 
 
     Args:
         names: the list.
-        with_gauge: whether ``all`` has the methods with ``gauge``, which acts on whitening without eps alone.
+        with_gauge: whether ``all`` has the methods with ``gauge``, which acts only on whitening without eps.
         defaults: options of parts, as in `method`.
 
     Example:

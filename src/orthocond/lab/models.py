@@ -56,7 +56,7 @@ class Bottleneck(nn.Module):
 
 @dataclass(frozen=True)
 class Plan:
-    """What tells one residual network from another."""
+    """The layout of a residual network."""
 
     block: type[BasicBlock] | type[Bottleneck]
     blocks: tuple[int, ...]
@@ -176,17 +176,18 @@ def build(
 
     Args:
         name: one of `MODELS`.
-        channels: of the images.
-        num_classes: of the classifier.
+        channels: channels of the images.
+        num_classes: classes of the classifier.
         small_images: the stem for CIFAR, 3x3 with stride 1 and no pooling, instead of ImageNet's; the small networks
-            have it always.
+            always have it.
         stem: ``"bn"``, or ``"dbn"`` for decorrelated batch norm.
         head: ``"average"``, or ``"covariance"`` for covariance pooling.
         width: channels of the stem.
         reduction: channels of a 1x1 convolution in front of the head, or of the last convolution of ``convnet``;
             ``None`` for none.
-        last_stride: of the last stage of a residual network; with 1 the head pools four times as many places.
-        **options: of the meta-layer: ``eps``, ``rtol``, ``solver``, ``gradient``; the stem's also ``groups``, ``sync``.
+        last_stride: stride of the last stage of a residual network; with 1 the head pools four times as many places.
+        **options: options of the meta-layer: ``eps``, ``rtol``, ``solver``, ``gradient``; the stem's also ``groups``,
+            ``sync``.
 
     Raises:
         ArgumentError: an unknown network, stem or head.

@@ -334,13 +334,13 @@ def chosen_items(names: Iterable[str]) -> list[Item]:
 def config_of(
     experiment: str, scale: str, data: Path | None = None, settings: Mapping[str, Any] | None = None
 ) -> Config:
-    """Return the configuration that stands for an experiment of the paper at a scale.
+    """Return the configuration that represents an experiment of the paper at a scale.
 
     Args:
         experiment: one of `EXPERIMENTS`.
         scale: one of `SCALES`.
         data: a folder with the data, or with a folder for each dataset: ``cifar10``, ``cifar100``, ``imagenet``.
-        settings: changed besides.
+        settings: further settings to change.
 
     Raises:
         ArgumentError: ``data`` holds none of these and several datasets are needed.

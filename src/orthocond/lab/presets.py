@@ -1,4 +1,4 @@
-"""The experiments by name: the paper's three, and small ones that a laptop finishes."""
+"""The experiments by name: the paper's three, and small ones that run on a laptop."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

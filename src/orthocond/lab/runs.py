@@ -1,9 +1,9 @@
-"""The folder of a run: what is in it, and how it survives whatever happens to the process that writes it.
+"""The folder of a run: its files, and how they survive whatever happens to the process that writes them.
 
-``config.json``, ``environment.json``, ``status.json``, ``metrics.jsonl`` (the same, byte for byte, however often it was
-killed and resumed), ``times.jsonl`` (how long the steps took), ``checkpoint.pt`` and ``checkpoint.previous.pt``,
-TensorBoard's events, ``run.lock``. Whatever is found in a folder may be damaged: nothing there is emptied or
-overwritten before it is known that no run is lost by it.
+``config.json``, ``environment.json``, ``status.json``, ``metrics.jsonl`` (the same, byte for byte, however often the
+run was killed and resumed), ``times.jsonl`` (how long the steps took), ``checkpoint.pt`` and
+``checkpoint.previous.pt``, TensorBoard's events, ``run.lock``. Any file in a folder may be damaged: nothing is emptied
+or overwritten before it is certain that no run is lost.
 """
 
 import errno
@@ -82,10 +82,10 @@ class RunFolder:
     """The folder of one run, held by this process until it is closed.
 
     Args:
-        path: the folder; it is made if it isn't there.
+        path: the folder; it is created if it doesn't exist.
 
     Raises:
-        RunError: it can't be written to, or another process that lives is running there.
+        RunError: it can't be written to, or another process is running there.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -115,18 +115,18 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        """Let others run here."""
+        """Release the folder for other processes."""
         self._lock.close()
 
     @property
     def holds_a_run(self) -> bool:
-        """Whether a run was begun here, even if some of its files are gone; no file that matters is in a new folder."""
+        """Whether a run was started here, even if some of its files are gone; a new folder has no file that matters."""
         if any(os.path.lexists(self.path / name) for name in ("config.json", "status.json", *CHECKPOINTS)):
             return True
         return any(_is_more_than_an_empty_file(self.path / name) for name in LINES)
 
     def begin(self, config: Config, about: dict[str, Any]) -> None:
-        """Write what a new run is and where it runs."""
+        """Write the configuration and the environment of a new run."""
         for name in LINES:
             self._write(name, b"")
         self._write("environment.json", as_json(about))
@@ -147,7 +147,7 @@ class RunFolder:
         return stored
 
     def set_aside(self) -> Path | None:
-        """Move what is here into a folder beside this one and return that; None if there is nothing to move."""
+        """Move the contents into a folder beside this one and return that; None if there is nothing to move."""
         files = sorted(file for file in self.path.iterdir() if file.name not in ("run.lock", "log.txt"))
         if not files:
             return None
@@ -175,7 +175,7 @@ class RunFolder:
             raise self._unwritable(name, error) from None
 
     def sizes(self) -> dict[str, int]:
-        """Return how long the files of lines are, for `cut`; so much of them is on the disk for good."""
+        """Return the lengths of the files of lines, for `cut`; that much of them is safely on the disk."""
         sizes = {}
         for name in LINES:
             try:
@@ -187,7 +187,7 @@ class RunFolder:
         return sizes
 
     def cut(self, sizes: dict[str, int]) -> None:
-        """Cut the files of lines back to what they were at a checkpoint; times that are lost stay so, with a warning.
+        """Truncate the files of lines to their state at a checkpoint; lost times stay lost, with a warning.
 
         Raises:
             RunError: ``metrics.jsonl`` is shorter than that.
@@ -200,7 +200,7 @@ class RunFolder:
                     if before < size and name == "metrics.jsonl":
                         raise RunError(
                             f"{file} is shorter than it was at the checkpoint; restore it from a copy, or choose "
-                            "another folder by --out."
+                            "another folder with --out."
                         )
                     if before < size:
                         self.warnings.append(f"{file} has lost lines: the times before are not known")
@@ -209,10 +209,10 @@ class RunFolder:
                 raise self._unwritable(name, error) from None
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
-        """Write a checkpoint, whole or not at all; the one before it is kept.
+        """Write a checkpoint atomically; the one before it is kept.
 
         Raises:
-            RunError: it can't be written; the checkpoints that are there stay.
+            RunError: it can't be written; the existing checkpoints stay.
         """
         try:
             write_checkpoint(self.path, state)
@@ -220,7 +220,7 @@ class RunFolder:
             raise self._unwritable("a checkpoint", error) from None
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """Return the newest checkpoint that is whole, or None; a damaged one is named in ``warnings``."""
+        """Return the newest complete checkpoint, or None; a damaged one is named in ``warnings``."""
         return next((state for _, state in whole_checkpoints(self.path, self.warnings)), None)
 
     def checkpoints(self, config: Config, total_steps: int) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -259,11 +259,11 @@ class RunFolder:
         self._write("status.json", as_json(status if val_error is None else {**status, "val_error": val_error}))
 
     def count_seconds_from(self, seconds: float) -> None:
-        """Let the time that the run took before count."""
+        """Include the time that the run took before."""
         self._seconds_before = seconds
 
     def _write(self, name: str, data: bytes) -> None:
-        """Write a file, whole or not at all."""
+        """Write a file atomically."""
         partial = self.path / f"{name}.partial"
         try:
             write_synced(partial, data)
@@ -276,12 +276,12 @@ class RunFolder:
         remedy = "make room" if is_full else "put that right"
         return RunError(
             f"can't write {what} to {self.path} ({error.strerror}); what was written before is intact: {remedy}, and "
-            "continue by --resume."
+            "continue with --resume."
         )
 
 
 def is_alive(path: Path | str) -> bool:
-    """Return whether a process is running in the folder of a run; it is only asked, nothing is held."""
+    """Return whether a process is running in the folder of a run, without taking the lock."""
     return is_held(Path(path) / "run.lock")
 
 
@@ -321,7 +321,7 @@ def stored_config(path: Path | str) -> Config | None:
 
 
 def read_status(path: Path | str) -> dict[str, Any]:
-    """Return what `RunFolder.set_status` wrote, without what is not as it would write it; empty where there is nothing.
+    """Return what `RunFolder.set_status` wrote, without invalid entries; empty if there is nothing.
 
     ``state`` is one of `STATES`; ``step``, ``total_steps`` and ``epoch`` are whole numbers, ``seconds`` and
     ``val_error`` finite numbers, none of them negative; ``error`` and ``updated`` are text.
@@ -354,14 +354,14 @@ _IS_STATUS = {
 
 
 def start_over_command(config: Config, path: Path | str) -> str:
-    """Return the command that sets the run in a folder aside and begins it again."""
+    """Return the command that sets the run in a folder aside and starts over."""
     base = PRESETS[config.preset].config if config.preset in PRESETS else Config(config.preset)
     words = ["orthocond", "train", config.preset, *flags(config, base), "--restart", "--out", str(path)]
     return shlex.join(words)
 
 
 def environment(*, device: str, world_size: int) -> dict[str, Any]:
-    """Return what a run was made by, where and when."""
+    """Return the software, the machine and the date of a run."""
     commit, dirty = _commit()
     return {
         "orthocond": orthocond.__version__,

@@ -1,4 +1,4 @@
-"""The state of a run: everything that a checkpoint holds, how it is saved, and how a run finds back to it."""
+"""The state of a run: everything that a checkpoint holds, and how it is saved and restored."""
 
 import math
 from collections.abc import Callable
@@ -107,7 +107,7 @@ class RunState:
         return "its checkpoints are gone" if self.step else "starting over"
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what a checkpoint holds."""
+        """Load the state from a checkpoint."""
         self.network.load_state_dict(state["model"])
         self.sgd.load_state_dict(state["optimizer"])
         # A run of version 0.1 has one more group, for olr, with the schedule of the others.
@@ -139,7 +139,7 @@ class RunState:
         return status.get("state") == "finished" and status.get("step") == self.total_steps
 
     def _restore_without(self, folder: RunFolder) -> str | None:
-        """Go on without a checkpoint, if no run is lost by it; otherwise return why not, and what to do."""
+        """Continue without a checkpoint, if no run is lost by it; otherwise return why not, and what to do."""
         if (
             read_status(folder.path).get("state", "finished") == "finished"
             and last_step(folder.path) == self.total_steps
@@ -150,7 +150,7 @@ class RunState:
             reasons = "; ".join(folder.warnings) or "they are gone"
             return (
                 f"no checkpoint in {folder.path} can be used ({reasons}), and nothing was changed; restore them from a "
-                f"copy, or start over by: {start_over_command(self.config, folder.path)}"
+                f"copy, or start over with: {start_over_command(self.config, folder.path)}"
             )
         folder.cut({"metrics.jsonl": 0, "times.jsonl": 0})
         return None

@@ -52,20 +52,20 @@ class Outcome:
 def train(
     config: Config, out: Path | str, *, resume: bool = False, restart: bool = False, display: Display | None = None
 ) -> Outcome:
-    """Train as a configuration says, in a folder of its own.
+    """Train as a configuration says, in the run's own folder.
 
-    Under several devices or nodes this is called in every process; Fabric starts those of this machine itself.
+    With several devices or nodes this is called in every process; Fabric starts those of this machine itself.
 
     Args:
         config: what to run.
         out: the folder of the run.
-        resume: continue the run that is there; a run that is finished stays as it is.
+        resume: continue the existing run; a finished run is not changed.
         restart: move the existing run into a folder beside it, and start over.
-        display: is told what happens.
+        display: shows the progress.
 
     Raises:
         ArgumentError: the data is missing, or is not what the configuration says.
-        RunError: the folder can't be used: not writable, in use, of another run, full, damaged beyond repair.
+        RunError: the folder can't be used: not writable, in use, holding another run, full, or damaged beyond repair.
         DivergedError: the loss became NaN.
 
     Example:
@@ -334,7 +334,7 @@ class _Run:
         if state == "finished" and error is None:
             self.display.note(
                 f"the validation error of the run in {self.folder.path} can't be known, because metrics.jsonl is not "
-                "as the run wrote it; restore it from a copy, or start over by: "
+                "as the run wrote it; restore it from a copy, or start over with: "
                 + start_over_command(self.config, self.folder.path)
             )
         return Outcome(self.folder.path, state, self.state.step, error)

@@ -60,7 +60,7 @@ class MetaLayer(nn.Module):
 
     @property
     def num_fallbacks(self) -> tuple[int, int]:
-        """How many matrices were decomposed because ``solver="products"`` had no certificate, and of how many in all.
+        """The number of matrices that were decomposed because ``solver="products"`` had no certificate, and the total.
 
         Calls in compiled code are not counted.
         """
@@ -108,8 +108,8 @@ class MetaLayer(nn.Module):
         self._has_advised = True
         warnings.warn(
             f"{type(self).__name__} decomposed {self._num_fallbacks} of its {self._num_matrices} covariances, because "
-            "they have no gap and solver='products' no certificate; make one by the treatment 'gauge' of the layer in "
-            "front, or use solver='eigh'.",
+            "they lack the spectral gap that solver='products' needs; treat the layer in front with 'gauge', or use "
+            "solver='eigh'.",
             OrthocondWarning,
             stacklevel=2,
         )

@@ -122,7 +122,7 @@ def _partial(file: Path) -> Path:
 
 
 def _cant_write(file: Path, error: OSError) -> BenchError:
-    return BenchError(f"can't write {file} ({error.strerror}); choose another file by --json.")
+    return BenchError(f"can't write {file} ({error.strerror}); choose another file with --json.")
 
 
 def _shown(cells: list[Any], title: str, console: Console) -> Iterator[Any]:

@@ -1,7 +1,7 @@
 """Image data: in memory where it fits, streamed through workers where it doesn't.
 
-What a step sees is a function of the seed, the epoch and the step alone: a run that is resumed, or divided over several
-processes, sees what an undisturbed one would.
+The data of a step depends only on the seed, the epoch and the step: a run that is resumed, or divided over several
+processes, sees the same data as an uninterrupted one.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def load_data(config: Config) -> Data:
     """Return the data of a configuration.
 
     Raises:
-        ArgumentError: it is not there, or is not what the configuration says.
+        ArgumentError: it is missing, or doesn't match the configuration.
 
     Example:
         >>> from orthocond.lab.presets import preset

@@ -79,8 +79,9 @@ def _from_hub(name: str) -> Any:
     except Exception as error:  # no network, no such name, a gate: many kinds of many libraries
         reason = " ".join(str(error).split())[:200]
         raise ArgumentError(
-            f"can't load {name} from the Hugging Face hub ({type(error).__name__}: {reason}); give a local copy by "
-            f"--data DIR, made where there is a network by: hf download {name} --repo-type dataset --local-dir DIR"
+            f"can't load {name} from the Hugging Face hub ({type(error).__name__}: {reason}); give a local copy with "
+            "--data DIR, downloaded where there is a network with: "
+            f"hf download {name} --repo-type dataset --local-dir DIR"
         ) from None
 
 
@@ -90,7 +91,7 @@ def _from_folder(folder: Path) -> Any:
 
     datasets.disable_progress_bars()
     if not folder.is_dir():
-        raise ArgumentError(f"there is no folder {folder} with data; make it, or give another one by --data.")
+        raise ArgumentError(f"there is no folder {folder} with data; make it, or give another one with --data.")
     names = [name for group in _SPLITS.values() for name in group]
     parquet = sorted(folder.rglob("*.parquet"))
     by_split = {
