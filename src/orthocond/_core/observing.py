@@ -1,4 +1,4 @@
-"""Telling others about the spectral functions that are called; free where nobody listens."""
+"""Notifying observers of calls of spectral functions; free without observers."""
 
 from collections.abc import Callable
 from typing import Any

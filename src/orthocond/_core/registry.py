@@ -44,7 +44,8 @@ def resolve(registry: Mapping[str, E], choice: str, argument: str, caller: str) 
     """Return the entry that ``choice`` names and its options, defaults filled in.
 
     Raises:
-        ArgumentError: ``choice`` names no entry, or an option that the entry hasn't; the message lists those.
+        ArgumentError: ``choice`` names no entry, or an option that the entry doesn't have; the message lists the valid
+            ones.
     """
     if isinstance(choice, str) and choice in registry:  # the usual case, and called for every root
         return registry[choice], dict(registry[choice].options)

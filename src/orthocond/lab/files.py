@@ -19,7 +19,7 @@ def write_synced(file: Path, data: bytes | memoryview) -> None:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Move a file over another; Windows refuses while somebody reads the other, so there it is tried for a second."""
+    """Move a file over another; Windows refuses while the other is being read, so there it is retried for a second."""
     for _ in range(20 if os.name == "nt" else 0):
         try:
             os.replace(source, target)

@@ -29,7 +29,7 @@ class Watch:
         step: how many steps were taken before, in a run that is resumed.
 
     Attributes:
-        step: the number of the step that is being taken, which whoever trains sets.
+        step: the number of the current step, set by the training loop.
     """
 
     def __init__(self, network: nn.Module, config: Config, step: int) -> None:

@@ -75,7 +75,7 @@ def _is_usual(
     rtol: float | None,
     floor: Tensor | None,
 ) -> bool:
-    """Return whether the short way will do: nobody looks on, and nothing is asked for but a root and its gradient."""
+    """Return whether the short way suffices: no observer, and only a root and its gradient are needed."""
     return (
         A.dtype is torch.float32
         and A.numel() == A.shape[-1] ** 2 > 0

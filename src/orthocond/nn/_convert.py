@@ -136,7 +136,7 @@ def _what_it_does_besides(layer: _BatchNorm, base: type[nn.Module]) -> str:
     own = {name for name, _ in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False))}
     more = sorted(own - {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"})
     if more:
-        return f"it has parameters or buffers that BatchNorm hasn't ({', '.join(more)})"
+        return f"it has parameters or buffers that BatchNorm doesn't have ({', '.join(more)})"
     sizes: dict[type[nn.Module], tuple[int, ...]] = {nn.BatchNorm1d: (), nn.BatchNorm3d: (2, 3, 3)}
     like = next((part for part in (layer.weight, layer.running_mean) if part is not None), torch.empty(0))
     generator = torch.Generator().manual_seed(0)

@@ -264,35 +264,35 @@ def diagonal_whitening(variance: Tensor, eps: float, groups: int) -> Tensor:
     return torch.diag_embed((variance + eps).rsqrt().view(groups, -1))
 
 
-_DOC = """Whitens {what} by the covariance of its channels over the batch, ZCA, with BatchNorm's habits.
+_DOC = """Whitens {what} by the covariance of its channels over the batch (ZCA), with BatchNorm's semantics.
 
     .. math:: y = \\gamma \\odot P^{{-1/2}} (x - \\mu) + \\beta
 
     In training, mean and covariance are those of the batch; in eval, the running mean and the running whitening matrix
     are used, so the layer is one linear map. Directions in which the features don't vary (a 3x3 convolution from 3 to
-    64 channels has 37 of them) are left at zero instead of being blown up: see ``rtol``. So are features whose variance
+    64 channels has 37 of them) stay at zero instead of being amplified: see ``rtol``. So do features whose variance
     is no more than the rounding of their mean, whatever ``rtol`` is, unless ``eps`` is larger than that.
 
-    *Gradient:* exact, at repeated and zero eigenvalues too, in one function with five products over the features; of
-    the features only the input is kept. Differentiable twice (without ``sync``).
+    *Gradient:* exact, at repeated and zero eigenvalues too, in one function with five products over the features; only
+    the input features are stored. Differentiable twice (without ``sync``).
 
     Args:
-        num_features: the channels ``C``.
+        num_features: the number of channels ``C``.
         eps: added to the eigenvalues of the covariance.
         momentum: weight of the new batch in the running statistics; ``None`` for the mean over all batches.
         affine: learn a scale (from ones) and a shift (from zeros) for each channel.
         track_running_stats: keep running statistics for eval; without them eval uses the batch, too.
         groups: whiten the channels in this many groups instead of all together.
         rtol: eigenvalues at or below ``rtol`` times the largest are dropped; ``None`` means 1e-4 for the solvers by
-            eigenvalues. The paper's own setting, nothing dropped, is ``eps=1e-2, rtol=0.0``.
+            eigenvalues. The paper's own setting, which drops nothing, is ``eps=1e-2, rtol=0.0``.
         solver: one of `orthocond.linalg.SOLVERS`. ``"products"`` needs no decomposition while the covariance has a gap,
-            which ``orthocond.treat(model, layer_in_front, "gauge")`` makes; `num_fallbacks` counts where it had none.
+            which ``orthocond.treat(model, layer_in_front, "gauge")`` creates; `num_fallbacks` counts the exceptions.
         gradient: one of `orthocond.linalg.GRADIENTS`.
-        sync: take mean and covariance over all processes of ``process_group``, with exact gradients: two processes
-            with half a batch each give what one gives with the whole.
+        sync: compute mean and covariance over all processes of ``process_group``, with exact gradients: two processes
+            with half a batch each give the same result as one with the whole batch.
         process_group: the processes that share statistics; ``None`` for all.
-        device: of the parameters and buffers.
-        dtype: of the parameters and buffers.
+        device: the device of the parameters and buffers.
+        dtype: the dtype of the parameters and buffers.
 
     Shape: {layout}, contiguous or channels last, to the same.
 

@@ -200,7 +200,7 @@ def _told(chart: Chart) -> Chart:
 
 
 def _sentence(view: View, constants: dict[str, float], x_axis: str) -> str:
-    """Return what is to be said of a quantity that never changes.
+    """Return the sentence about a quantity that never changes.
 
     A rank of 9 for every method reads ``Rank: 9 at every step, for every method.``
     """

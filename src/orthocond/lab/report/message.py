@@ -70,9 +70,9 @@ def _noise(rows: list[Row]) -> str:
     ]
     others = len(known) - len(beyond)
     rest = (
-        f" The other {others} can't be told from it."
+        f" The other {others} can't be distinguished from it."
         if others > 1
-        else " The other one can't be told from it."
+        else " The other one can't be distinguished from it."
         if others
         else ""
     )

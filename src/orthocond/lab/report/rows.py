@@ -75,7 +75,7 @@ class Row:
     """1 to 4 if the mean error is among the four lowest of those that are ranked, see `is_ranked`."""
     place_min: int | None
     is_best: bool
-    """Whether it has the lowest mean error, or can't be told from the one that has; False for all if all are alike."""
+    """Whether it has the lowest mean error, or is within the noise of it; False for all if all are alike."""
     conditions: Mapping[str, Estimate]
     """Each condition number at the end: geometric mean over the finished runs; ``std`` is of the decimal logarithm."""
     measure: str
@@ -175,7 +175,7 @@ def places(values: Mapping[str, float]) -> dict[str, int]:
 
 
 def _best(errors: Mapping[str, Mapping[str, float]]) -> set[str]:
-    """Return the method with the lowest mean error, and those next to it that the seeds can't tell from it.
+    """Return the method with the lowest mean error, and those next to it that the seeds can't distinguish.
 
     The first method that is higher beyond the noise ends them; where there is none, nothing is the best.
     """

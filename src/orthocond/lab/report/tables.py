@@ -107,7 +107,7 @@ def _what_is_marked(rows: list[Row], marks: str) -> str:
     if marks == "paper":
         return "The four best methods are marked; newton_schulz and bn are not ranked."
     if any(row.is_best for row in rows):
-        return "Marked: the lowest error, and those next to it that the seeds can't tell from it."
+        return "Marked: the lowest error, and those next to it that the seeds can't distinguish from it."
     return "No method is marked as the best, because none is worse than the lowest by more than the noise of the seeds."
 
 

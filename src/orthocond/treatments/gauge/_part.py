@@ -356,7 +356,7 @@ class _Seen(NamedTuple):
 
 
 def _rank_rtol(norm: Norm, P: Tensor) -> float:
-    """Return below what the eigenvalues are dropped, or are rounding noise that nobody should divide by."""
+    """Return the relative threshold below which eigenvalues are dropped, or are rounding noise."""
     _, options = resolve(SOLVERS, norm.solver, "solver", "gauge")
     return max(norm.rtol or 0.0, float(options.get("dropped", 0.0)), default_rtol(P, None))
 
