@@ -30,13 +30,13 @@ def nearest_rotation(A: Tensor, *, return_margin: bool = False) -> Tensor | tupl
     .. math:: R = U \,\mathrm{diag}(1, \dots, 1, \det U V^T)\, V^T, \quad A = U \Sigma V^T
 
     which minimises :math:`\|A - R\|_F` over :math:`R^T R = I`, :math:`\det R = 1`. A rectangular matrix has no
-    determinant: there the result has orthonormal rows or columns (the fewer), as from `nearest_orthogonal`.
+    determinant: there the result has orthonormal rows or columns, whichever are fewer, as from `nearest_orthogonal`.
 
     *Gradient:* :math:`R V (K \circ (Q - Q^T)) V^T` with :math:`Q = V^T R^T G V`, :math:`K_{ij} = 1 / (p_i + p_j)` and
     the singular values :math:`p`, of which the smallest has the sign of :math:`\det A`. It is exact at equal singular
     values and at singular matrices of rank :math:`d - 1`, and differentiable again, any number of times. The rotation
-    jumps where the two smallest of them sum to zero. There the derivative does not exist; pairs with
-    :math:`p_i + p_j \le d\,u\,p_1` (``u`` is the unit roundoff of the dtype of ``A``) get none, so the gradient stays
+    jumps where the two smallest singular values sum to zero. There the derivative does not exist; pairs with
+    :math:`p_i + p_j \le d\,u\,p_1` (``u`` is the unit roundoff of the dtype of ``A``) get no gradient, so it stays
     bounded by :math:`\|G\| / (d\,u\,p_1)`.
 
     Args:

@@ -41,7 +41,7 @@ def write_report(
     """Write a report on the runs in and below ``folders`` and return its path.
 
     Args:
-        folders: of runs, or with runs somewhere below them.
+        folders: folders of runs, or folders with runs below them.
         output: the file; ``None`` for ``report`` with the format's suffix in the working directory.
         format: one of `FORMATS`.
         figures: a folder for the charts as PNG and SVG; ``None`` for none.
@@ -91,7 +91,7 @@ def watch_report(
     Args:
         folders: as for `write_report`.
         output: as for `write_report`.
-        every: seconds between two looks.
+        every: seconds between two checks.
         marks: as for `write_report`.
         on_written: called with the path each time.
     """
@@ -128,7 +128,7 @@ def _stamps(folders: list[Path]) -> dict[Path, tuple[int, int]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
+    """Write a file atomically.
 
     Raises:
         ArgumentError: it can't be written.
