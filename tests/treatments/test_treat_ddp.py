@@ -48,8 +48,8 @@ def trained(spec, wrap, part):
         x, y = noise(8, 3, 6, 6, dtype=torch.float64, seed=seed), (torch.arange(8) * (seed + 1)) % 4
         optimizer.zero_grad()
         loss = F.cross_entropy(wrapped(x[part]), y[part]) + treatment.penalty()
-        # Whitening leaves no gradient along the weight, so that the rate of olr would be rounding noise.
-        (loss + 2 * model[0].weight.square().sum()).backward()
+        # Whitening, and sn, leave no gradient along the weight, so that the rate of olr would be rounding noise.
+        (loss + 2 * treatment.parameter.square().sum()).backward()
         optimizer.step()
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     return state, dict(treatment.last or {})
