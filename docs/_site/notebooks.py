@@ -39,14 +39,14 @@ def outputs(code: str, namespace: dict[str, Any], name: str = "cell") -> list[tu
     """
     import matplotlib.pyplot as plt
 
-    tree, printed, shown = ast.parse(code), io.StringIO(), []
+    tree, printed, shown, others = ast.parse(code), io.StringIO(), [], plt.get_fignums()
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     with contextlib.redirect_stdout(printed):
         exec(compile(tree, name, "exec"), namespace)
         value = None if last is None else eval(compile(ast.Expression(last.value), name, "eval"), namespace)
     if printed.getvalue():
         shown.append(("text", printed.getvalue()))
-    for number in plt.get_fignums():
+    for number in sorted(set(plt.get_fignums()) - set(others)):
         picture = io.BytesIO()
         plt.figure(number).savefig(picture, format="webp", dpi=110)
         plt.close(number)

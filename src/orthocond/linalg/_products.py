@@ -251,8 +251,8 @@ def _decomposed(B: Tensor, Q: Tensor, S: Tensor, holds: Tensor, dropped: float, 
 
 def _by_eigenvalues(B: Tensor, dropped: float, eps: float) -> tuple[tuple[Tensor, ...], Tensor]:
     rtol = None if eps else dropped
-    options = {"method": "eigh", "gradient": "exact", "eps": eps, "rtol": rtol}
-    return eigen_functions(B, (SQRT, INV_SQRT), stored=torch.bfloat16, **options)  # B may have been lifted from it
+    stored = torch.bfloat16  # B may have been lifted from it
+    return eigen_functions(B, (SQRT, INV_SQRT), method="eigh", gradient="exact", eps=eps, rtol=rtol, stored=stored)
 
 
 @with_forward_mode
