@@ -13,6 +13,8 @@ from orthocond.lab.report.items import view_of
 from orthocond.lab.reproduction import planned_runs, step_times
 from orthocond.lab.train import train
 
+from synthetic_runs import make_run
+
 PINNED = """
 table1 CIFAR-100: svd 19.99 0.16 19.8; svd+sn 19.94 0.33 19.6; svd+ol 19.73 0.28 19.54; svd+ow 20.06 0.17 19.94; \
 newton_schulz 19.45 0.33 19.01
@@ -210,11 +212,11 @@ def test_a_folder_that_is_a_file_is_told_before_the_runs(command_line, tmp_path,
 def test_what_is_not_as_the_scale_has_it_is_on_the_page(runs, tmp_path):
     page = write_items([ITEMS["figure1"]], "digits", runs, None, tmp_path / "page.html").read_text()
     assert "Other settings than those of the scale: epochs 2, steps 30, val_images 40." in page
-    assert "the solver is eigh here, the paper counts failures of svd" in page
+    assert "Covariance pooling decomposes by eigh here" in page
     usual = planned_runs([ITEMS["table1"]], "digits", 1, tmp_path, None, {})
     page = write_items([ITEMS["table1"]], "digits", usual, None, tmp_path / "page.html").read_text()
     assert "Other settings" not in page
-    assert "the solver is" not in page
+    assert "decomposes by" not in page
 
 
 def test_a_page_of_times_speaks_of_no_runs(tmp_path):
@@ -231,6 +233,24 @@ def test_runs_that_cannot_be_read_leave_the_other_items(tmp_path):
     view = view_of(ITEMS["table1"], "digits", damaged, None)
     assert not view.panels
     assert "config.json can't be read" in view.problems[0]
+
+
+def test_a_difference_that_is_shown_as_zero_has_no_direction(tmp_path):
+    planned = [
+        run
+        for run in planned_runs([ITEMS["table1"]], "digits", 3, tmp_path, None, {})
+        if run.config.method in ("svd", "svd+sn")
+    ]
+    for run in planned:
+        settings = {name: value for name, value in vars(run.config).items() if name not in ("method", "seed", "epochs")}
+        make_run(run.folder, run.config.method, run.config.seed, epochs=1, **settings)
+        error = 5.0 + 0.001 * (run.config.method == "svd+sn")
+        metrics = run.folder / "metrics.jsonl"
+        *steps, last = metrics.read_text().splitlines()
+        metrics.write_text("\n".join([*steps, json.dumps({**json.loads(last), "val_error": error})]) + "\n")
+    (panel,) = view_of(ITEMS["table1"], "digits", planned, None).panels
+    row = next(row for row in panel.table.rows if row[0].text == "svd+sn")
+    assert "no difference" in [cell.text for cell in row]
 
 
 def test_times_of_another_scale_are_not_shown(tmp_path):

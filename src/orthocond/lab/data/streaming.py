@@ -48,8 +48,10 @@ class StreamedData:
         self, split: str, images: "Sequence[Any]", batches: "list[list[_Index]]", part: Part, device: torch.device
     ) -> Iterator[Batch]:
         mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
-        if split not in self._loaders:  # its workers stay for the next epoch
-            workers = self.config.workers and max(1, self.config.workers // part.size)
+        workers = self.config.workers and max(1, self.config.workers // part.size)
+        is_pinned = device.type == "cuda"
+        known = self._loaders.get(split)  # its workers stay for the next epoch
+        if known is None or (known[0].num_workers, known[0].pin_memory) != (workers, is_pinned):
             sampler = _Batches()
             loader: DataLoader[Any] = DataLoader(
                 _Resized(images, self.config),
@@ -58,7 +60,7 @@ class StreamedData:
                 prefetch_factor=self.config.prefetch if workers else None,
                 persistent_workers=workers > 0,
                 generator=random_generator(0),  # it draws from one, and that of the process is to stay where it is
-                pin_memory=device.type == "cuda",
+                pin_memory=is_pinned,
             )
             self._loaders[split] = loader, sampler
         loader, sampler = self._loaders[split]

@@ -96,7 +96,8 @@ def _message(scale: str, runs: Sequence[Run]) -> list[str]:
     pooling = next((run.config for run in runs if run.config.meta == "gcp" and run.config.method == BASELINE), None)
     if pooling is not None and (solver := solver_of(pooling)) != "svd":
         sentences.append(
-            f"Covariance pooling: the solver is {solver} here, the paper counts failures of svd; --solver svd has it."
+            f"Covariance pooling decomposes by {solver} here; the failures that the paper counts are those of svd "
+            "(--solver svd)."
         )
     return sentences
 

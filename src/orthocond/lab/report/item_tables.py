@@ -44,7 +44,7 @@ def error_table(quotes: Mapping[str, Mapping[str, Any]], rows: Sequence[Row]) ->
             Cell(text.error(row.error.min), row.place_min),
             Cell(text.mean_std(row.best)),
             Cell(text.difference(row.difference)),
-            Cell(_directions(differences, row.difference.mean if row.difference else math.nan)),
+            Cell(_directions(differences, round(row.difference.mean, 2) if row.difference else math.nan)),
             Cell(VERDICTS.get(row.verdict, text.MISSING), verdict=row.verdict),
         ]
     caption = (
@@ -81,7 +81,11 @@ def accuracy_table(quoted: Mapping[str, Any], rows: Sequence[Row]) -> Table:
                 Cell(f"{text.error(top1)}{_arrow(top1 - ours[0], row.method, 2)}", row.place_mean),
                 Cell(f"{text.error(top5)}{_arrow(top5 - ours[1], row.method, 2)}"),
                 Cell(text.error(100 - row.best.mean)),
-                Cell(_directions([quote.top1 - base.top1], top1 - ours[0]) if row.method != BASELINE else text.MISSING),
+                Cell(
+                    text.MISSING
+                    if row.method == BASELINE
+                    else _directions([quote.top1 - base.top1], round(top1 - ours[0], 2))
+                ),
                 Cell(VERDICTS.get(row.verdict, text.MISSING), verdict=row.verdict),
             ]
         )
