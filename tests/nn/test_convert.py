@@ -157,7 +157,7 @@ def test_a_subclass_that_only_normalises_is_converted():
     [
         (Doubled(4), "'1', a Doubled: in training mode it does something other than to normalise"),
         (Frozen(4), "a Frozen: in training mode"),
-        (Gated(4), r"BatchNorm hasn't \(gate\)"),
+        (Gated(4), r"BatchNorm doesn't have \(gate\)"),
         (ActFirst(4), "a ActFirst: in training mode"),
         (Broken(4), r"trying it out failed \(TypeError"),
         (nn.LazyBatchNorm2d(), "'1': a LazyBatchNorm2d doesn't know its number of channels yet; call the model once"),
