@@ -12,7 +12,7 @@ from torch import nn
 import orthocond.monitor
 from orthocond import ConditionMonitor
 from orthocond.errors import ArgumentError, OrthocondWarning
-from orthocond.linalg import covariance, spectrum
+from orthocond.linalg import covariance, matrix_sqrth, spectrum
 from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm2d
 
 from cases import noise
@@ -48,6 +48,28 @@ def test_records_are_those_of_the_spectrum():
     assert history[0]["cond"] > 1e6
     assert history[0]["failures"] == 0
     assert all(type(value) in (int, float, str) for record in history for value in record.values())
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_eps_that_is_a_floor_counts_as_one(named):
+    layer = DecorrelatedBatchNorm2d(8, eps=0.5, rtol=0.0, solver="eigh(clamp=true)")
+    model, x = nn.Sequential(layer), noise(4, 8, 5, 5) * torch.linspace(0.1, 2, 8).view(-1, 1, 1)
+    l = spectrum(covariance(x.movedim(1, 0).flatten(1).double())).eigenvalues
+    for eps, bound in ((None, 0.5), (0.25, 0.25)):
+        with ConditionMonitor(model, layers=["0"] if named else None, eps=eps) as monitor:
+            model(x)
+        assert monitor.history()[0]["cond_eps"] == pytest.approx((l.max() / l.min().clamp(min=bound)).item(), rel=1e-4)
+
+
+def test_a_call_with_an_eps_that_is_a_floor_counts_as_one():
+    class Root(nn.Module):
+        def forward(self, P):
+            return matrix_sqrth(P, solver="eigh(clamp=true)", eps=0.5)
+
+    model = Root()
+    with ConditionMonitor(model) as monitor:
+        model(torch.diag(torch.tensor([4.0, 1.0, 0.1])))
+    assert monitor.history()[0]["cond_eps"] == pytest.approx(8.0)
 
 
 def test_every():

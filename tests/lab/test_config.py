@@ -149,7 +149,7 @@ def test_the_meta_layer_s_options_may_be_the_method_s():
         assert (model.pool.eps, model.pool.rtol) == options
     assert method_list("svd(eps=1e-5, rtol=0),bn") == ["svd(eps=1e-5, rtol=0)", "bn"]
     for name, message in [
-        ("svd(esp=1)", "no option 'esp': svd takes eps and rtol"),
+        ("svd(esp=1)", "no option 'esp': svd takes eps, rtol, clamp"),
         ("newton_schulz(rtol=0)", "newton_schulz takes eps"),
         ("bn(eps=1)", "bn has no options"),
         ("svd(eps=-1)", "at least 0 for eps, got '-1'"),
@@ -158,6 +158,27 @@ def test_the_meta_layer_s_options_may_be_the_method_s():
     ]:
         with pytest.raises(ArgumentError, match=message):
             method(name)
+
+
+def test_eps_as_a_floor_is_a_setting_and_a_method():
+    config = Config("mine", method="svd(clamp=true, eps=1e-2)+nog", meta="gcp", model="convnet")
+    assert config.method == "svd(eps=0.01, clamp=true)+nog"
+    assert from_json(config.to_json()) == config
+    assert method("svd(clamp=false)").name == "svd"
+    for settings, solver in [
+        ({}, "eigh(clamp=true)"),
+        ({"solver": "svd"}, "svd(clamp=true)"),
+        ({"solver": "svd(clamp=true)", "method": "svd", "eps": 0.5}, "svd(clamp=true)"),
+        ({"solver": "svd", "method": "svd"}, "svd"),
+    ]:
+        model, _ = network(changed(config, settings), load_data(preset("dbn-digits")), sync=False)
+        assert model.pool.solver == solver
+    with pytest.raises(ArgumentError, match="has no eps to raise eigenvalues to"):
+        Config("mine", method="svd(clamp=true)")
+    with pytest.raises(ArgumentError, match="true or false for clamp, got"):
+        method("svd(clamp=0.1)")
+    with pytest.raises(ArgumentError, match="newton_schulz takes eps"):
+        method("newton_schulz(clamp=true)")
 
 
 def test_a_presets_options_hold_where_the_method_gives_none():

@@ -405,3 +405,16 @@ def test_the_condition_number_with_eps_is_that_of_the_method_s_own_eps(tmp_path)
     train(digits(method="svd(eps=0.01, rtol=0)", steps=2, val_images=50), tmp_path)
     record = read_records(tmp_path, "step")[0]
     assert record["cond_eps"] < 0.9 * record["cond"]
+
+
+def test_eps_as_a_floor_in_a_run(tmp_path):
+    found = {}
+    for name in ("svd(eps=0.01, rtol=0)", "svd(eps=0.01, rtol=0, clamp=true)"):
+        train(digits(method=name, steps=1, val_images=50), tmp_path / name)
+        (found[name],) = read_records(tmp_path / name, "step")
+    added, raised = found.values()
+    assert added["cond"] == raised["cond"] > raised["cond_eps"]
+    # With max = eps * raised and min = max / cond: the largest over eps, and (max + eps) / (min + eps).
+    ratio = raised["cond_eps"]
+    assert added["cond_eps"] == pytest.approx((ratio + 1) / (ratio / raised["cond"] + 1), rel=1e-4)
+    assert raised["loss"] != added["loss"]

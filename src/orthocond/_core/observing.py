@@ -17,7 +17,7 @@ _observers: "list[WeakMethod[Callable[..., None]]]" = []
 class Observation:
     """Has a method called with each spectral function, until `remove`; the method's object is held weakly."""
 
-    def __init__(self, observer: Callable[[str, Tensor, Tensor | None, float], None]) -> None:
+    def __init__(self, observer: Callable[[str, Tensor, Tensor | None, float, bool], None]) -> None:
         self._reference: WeakMethod[Any] | None = WeakMethod(observer)
         _observers.append(self._reference)
 
@@ -30,8 +30,8 @@ class Observation:
             _observers.remove(self._reference)
 
 
-def notify(caller: str, A: Tensor, eigenvalues: Tensor | None, eps: float) -> None:
-    """Tell of a call: its name, its matrices, their eigenvalues where the solver has them, and ``eps``."""
+def notify(caller: str, A: Tensor, eigenvalues: Tensor | None, eps: float, *, clamp: bool) -> None:
+    """Tell of a call: its name, its matrices, their eigenvalues where the solver has them, ``eps``, how it enters."""
     if torch.compiler.is_compiling() or not _observers or not is_plain():
         return
     for reference in list(_observers):
@@ -39,4 +39,4 @@ def notify(caller: str, A: Tensor, eigenvalues: Tensor | None, eps: float) -> No
         if observer is None:
             _observers.remove(reference)
         else:
-            observer(caller, A, eigenvalues, eps)
+            observer(caller, A, eigenvalues, eps, clamp)

@@ -17,7 +17,7 @@ CUT = 1e-5
 
 CONDITIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "cond_eps": ("with eps", "Ratio of the largest to the smallest eigenvalue after eps was added to all."),
+        "cond_eps": ("with eps", "Ratio of the largest to the smallest eigenvalue with eps added, or as their floor."),
         "cond_support": (
             "on the support",
             f"Ratio of the largest eigenvalue to the smallest one above {CUT:g} times the largest, for every method.",

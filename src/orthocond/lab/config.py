@@ -81,7 +81,9 @@ class Config:
     small_images: bool = _setting(True, "3x3 stem with stride 1 and no pooling, instead of ImageNet's")
     width: int = _setting(64, "channels of the stem")
     reduction: int | None = _setting(None, "channels of a 1x1 convolution in front of the head")
-    eps: float | None = _setting(None, "number added to the eigenvalues of the covariance; default: the layer's")
+    eps: float | None = _setting(
+        None, "number added to the eigenvalues of the covariance, or with clamp=true their floor; default: the layer's"
+    )
     last_stride: int = _setting(2, "stride of the last stage of a residual network; 1: four times as many places")
     rtol: float | None = _setting(None, "eigenvalues below rtol times the largest are dropped; default: the layer's")
     channels_last: bool = _setting(False, "use the channels-last layout, in which convolutions are faster")
@@ -177,15 +179,19 @@ def solver_of(config: Config) -> str | None:
     ``products`` for methods of that name, any solver with eigenvalues for methods that begin with ``svd``.
 
     Raises:
-        ArgumentError: an unknown solver or option, or one that no method of a sweep uses.
+        ArgumentError: an unknown solver or option, one that no method of a sweep uses, or ``clamp=true`` without an
+            ``eps``.
 
     Example:
         >>> solver_of(Config("mine", solver="svd,newton_schulz(iterations=7)", method="newton_schulz"))
         'newton_schulz(iterations=7)'
         >>> solver_of(Config("mine", solver="svd", method="newton_schulz"))
         'newton_schulz'
+        >>> solver_of(Config("mine", method="svd(eps=1e-2, clamp=true)"))
+        'eigh(clamp=true)'
     """
-    default = method(config.method, config.parts).solver
+    chosen = method(config.method, config.parts)
+    default = chosen.solver
     try:
         names = [] if config.solver is None else split_outside(config.solver, ",")
     except ValueError as error:
@@ -202,7 +208,16 @@ def solver_of(config: Config) -> str | None:
                 f"{config.solver!r}; separate them by commas."
             )
         found[fits] = name
-    return None if default is None else found.get("svd" if default == "eigh" else default, default)
+    if default is None:
+        return None
+    solver = found.get("svd" if default == "eigh" else default, default)
+    if chosen.clamp:
+        solver = f"{solver.partition('(')[0]}(clamp=true)"
+    if CovariancePool2d(solver=solver).clamp and not chosen.options.get("eps", config.eps):
+        raise ArgumentError(
+            f"{config.method!r} with the solver {solver} has no eps to raise eigenvalues to; give one, e.g. --eps 1e-2."
+        )
+    return solver
 
 
 def changed(config: Config, settings: Mapping[str, Any]) -> Config:

@@ -10,7 +10,7 @@ from orthocond.treatments import canonical, parse, parsed_choice, split_outside
 __all__ = ["ALL", "PAPER", "Method", "method", "method_list"]
 
 _SOLVERS = {"svd": "eigh", "newton_schulz": "newton_schulz", "products": "products", "bn": None}
-_OPTIONS = {"svd": ("eps", "rtol"), "newton_schulz": ("eps",), "products": (), "bn": ()}
+_OPTIONS = {"svd": ("eps", "rtol", "clamp"), "newton_schulz": ("eps",), "products": (), "bn": ()}
 """The options of the meta-layer that a method may have of its own."""
 
 _WAYS = {"eigh": "eigendecomposition", "newton_schulz": "Newton-Schulz iteration", "products": "certified products"}
@@ -44,6 +44,8 @@ class Method:
     """For `orthocond.treat`; ``"none"`` for none."""
     options: Mapping[str, float] = field(default_factory=dict)
     """Options of the meta-layer that override the configuration's: ``eps``, ``rtol``."""
+    clamp: bool = False
+    """Whether eigenvalues below ``eps`` are raised to it, instead of adding it."""
 
     @property
     def description(self) -> str:
@@ -52,6 +54,7 @@ class Method:
             return "no meta-layer: batch norm, average pooling"
         base = f"roots by {_WAYS[self.solver]}"
         options = [f"{option} {_spelled(value)}" for option, value in self.options.items()]
+        options += ["eps as a floor"] if self.clamp else []
         return ", ".join(
             [base, *options, *(part.description.partition(":")[0].lower() for part in parse(self.treatment))]
         )
@@ -62,7 +65,8 @@ def method(name: str, defaults: str = "none") -> Method:
 
     Args:
         name: the solver and the parts of the treatment, joined by ``+``, each with its options in parentheses. The
-            options of the solver are the meta-layer's ``eps`` and ``rtol``.
+            options of the solver are the meta-layer's ``eps`` and ``rtol``, and ``clamp=true`` to take ``eps`` as a
+            floor.
         defaults: a specification of the default options of parts. The method's name contains only options that differ
             from these.
 
@@ -74,13 +78,15 @@ def method(name: str, defaults: str = "none") -> Method:
         'svd+nog+ow(kind=operator)+olr'
         >>> method("svd(rtol=0, eps=1e-2)+nog").name
         'svd(eps=0.01, rtol=0)+nog'
+        >>> method("svd(clamp=true)").description
+        'roots by eigendecomposition, eps as a floor'
         >>> method("svd+ow", "ow(kind=operator)").treatment, method("svd+ow(kind=kernel)", "ow(kind=operator)").name
         ('ow(kind=operator)', 'svd+ow(kind=kernel)')
     """
-    base, options, spec = _parsed(str(name).lower())
+    base, options, clamp, spec = _parsed(str(name).lower())
     if base not in _SOLVERS:
         check_choice(name, ALL, "method", "the run")
-    items = [f"{option}={_spelled(value)}" for option, value in options.items()]
+    items = [f"{option}={_spelled(value)}" for option, value in options.items()] + ["clamp=true"] * clamp
     solver = f"{base}({', '.join(items)})" if items else base
     try:
         spelling = canonical(spec, defaults)
@@ -88,14 +94,14 @@ def method(name: str, defaults: str = "none") -> Method:
     except ArgumentError as error:
         raise ArgumentError(f"the method {name!r} has no such treatment: {error}") from None
     if treatment == "none":
-        return Method(solver, _SOLVERS[base], treatment, options)
+        return Method(solver, _SOLVERS[base], treatment, options, clamp)
     if _SOLVERS[base] is None:
         raise ArgumentError(f"the method {name!r} treats a network without a meta-layer; use bn alone, or svd+{spec}.")
-    return Method(f"{solver}+{spelling}", _SOLVERS[base], treatment, options)
+    return Method(f"{solver}+{spelling}", _SOLVERS[base], treatment, options, clamp)
 
 
-def _parsed(name: str) -> tuple[str, dict[str, float], str]:
-    """Return the base of a method, the options of its meta-layer, and the specification of its treatment."""
+def _parsed(name: str) -> tuple[str, dict[str, float], bool, str]:
+    """Return the base of a method, the options of its meta-layer, ``clamp``, and the specification of its treatment."""
     try:
         first, *parts = split_outside(name, "+")
         base, texts = parsed_choice(first)
@@ -104,10 +110,13 @@ def _parsed(name: str) -> tuple[str, dict[str, float], str]:
     known = _OPTIONS.get(base, ())
     for option in texts:
         if option not in known:
-            takes = f"takes {' and '.join(known)}" if known else "has no options"
+            takes = f"takes {', '.join(known)}" if known else "has no options"
             raise ArgumentError(f"the method {name!r} has no option {option!r}: {base} {takes}.")
+    clamp = texts.pop("clamp", "false")
+    if clamp not in ("true", "false"):
+        raise ArgumentError(f"the method {name!r} takes true or false for clamp, got {clamp!r}.")
     options = {option: _number(name, option, texts[option]) for option in known if option in texts}
-    return base, options, "+".join(parts)
+    return base, options, clamp == "true", "+".join(parts)
 
 
 def _number(name: str, option: str, text: str) -> float:

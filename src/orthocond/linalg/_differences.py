@@ -8,6 +8,14 @@ A dropped eigenvalue has ``f = 0``. Between a kept ``i`` and a dropped ``j`` the
 between two dropped ones it is 0. The function jumps where an eigenvalue crosses the cut-off, so a gap narrower than the
 cut-off itself counts as that wide: the gradient stays bounded there, and is exact everywhere else.
 
+A clamped function is ``h = f(p)`` of ``p = max(l, eps)``. By the chain rule for divided differences, with ``m`` those
+of the maximum,
+
+    h[i,j] = f[p_i,p_j] m[i,j],    h[i,j,k] = f[p_i,p_j,p_k] m[i,j] m[i,k] + f[p_j,p_k] m[i,j,k]
+
+and these have no cancellation either: ``m[i,j]`` is 1 above ``eps``, 0 at or below it, and across it the distance of
+the upper eigenvalue from ``eps`` over the gap.
+
 Reference: N. J. Higham, Functions of Matrices (SIAM 2008), section 3.2.
 """
 
@@ -16,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from orthocond.linalg._functions import Chosen, spectral_function
+from orthocond.linalg._functions import SQRT, Chosen, is_clamped, spectral_function
 
 __all__ = ["SMALLEST", "Split", "first_differences", "second_derivative", "shifted", "split", "values"]
 
@@ -30,24 +38,32 @@ class Split(NamedTuple):
     eigenvalues: Tensor
     """``(..., n)``"""
     points: Tensor
-    """Where the function is taken: ``l + eps`` ``(..., n)``; 1 where dropped."""
+    """Where the function is taken: ``l + eps``, or clamped ``max(l, eps)``, ``(..., n)``; 1 where dropped."""
     kept: Tensor | None
     """``(..., n)``, or None where nothing is dropped."""
     cutoff: Tensor | None
     """``(..., 1)``: what is at or below it is dropped."""
+    bound: Tensor | None = None
+    """``(..., 1)``: the ``eps`` of a clamped function; None where it was added."""
 
 
 def split(
-    eigenvalues: Tensor, eps: float, rtol: float | None, floor: Tensor | None = None, *, whole_line: bool = False
+    eigenvalues: Tensor, eps: float, rtol: float | None, floor: Tensor | None = None, *, function: Chosen = SQRT
 ) -> Split:
-    """Return which of the eigenvalues, in ascending order, are kept.
+    """Return which of the eigenvalues, in ascending order, are kept, and where the function is taken.
 
     What is at or below ``rtol`` times the largest is dropped, and what is at or below ``floor`` ``(...)``, the rounding
     noise of the matrix. Where ``eps`` is as large as that noise it outweighs it, and the floor drops nothing;
-    ``rtol=None`` drops nothing either. With ``whole_line`` the function takes eigenvalues of any sign: they are taken
-    as they are, and there is no floor.
+    ``rtol=None`` drops nothing either. A function of the whole line takes eigenvalues of any sign: they are taken as
+    they are, and there is no floor.
     """
-    if rtol is None and whole_line:
+    if is_clamped(function):
+        bound = torch.zeros_like(eigenvalues[..., :1]) + eps  # a tensor: `torch.compile` would make a number a constant
+        parts = split(eigenvalues, eps, rtol, floor)
+        raised = torch.maximum(eigenvalues, bound)
+        points = raised if parts.kept is None else torch.where(parts.kept, raised, 1.0)
+        return parts._replace(points=points, bound=bound)
+    if rtol is None and spectral_function(function)[0].whole_line:
         return Split(eigenvalues, eigenvalues + eps, None, None)
     # A comparison of numbers is much cheaper than work with masks, but only the CPU has the numbers at hand.
     is_known = eigenvalues.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -100,11 +116,14 @@ def first_differences(parts: Split, function: Chosen) -> Tensor:
     """Return the exact ``F`` ``(..., n, n)``."""
     entry, options = spectral_function(function)
     F = entry.first(parts.points, *options)
+    if parts.bound is not None:
+        F = F * _slopes(parts.eigenvalues, parts.bound)
     if parts.kept is None:
         return F
     f = values(parts, function)
-    across = _inverse_gaps(parts) * (f.unsqueeze(-1) + f.unsqueeze(-2))  # one of the two is zero
-    return torch.where(_both_kept(parts), F, across)
+    R = _inverse_gaps(parts.eigenvalues, parts.kept, parts.cutoff)
+    across = R * (f.unsqueeze(-1) + f.unsqueeze(-2))  # one of the two is zero
+    return torch.where(_both(parts.kept), F, across)
 
 
 def second_derivative(parts: Split, function: Chosen, G: Tensor, H: Tensor) -> Tensor:
@@ -119,15 +138,14 @@ def second_derivative(parts: Split, function: Chosen, G: Tensor, H: Tensor) -> T
 
     where ``R_ij = 1 / |l_i - l_j|`` between kept and dropped.
     """
-    entry, options = spectral_function(function)
     if parts.kept is None:
-        W = entry.second(parts.points, G, H, *options)
+        W = _second(parts, function, G, H)
     else:
-        inner = _both_kept(parts)
-        W = inner * entry.second(parts.points, inner * G, inner * H, *options)
+        inner = _both(parts.kept)
+        W = inner * _second(parts, function, inner * G, inner * H)
         f = values(parts, function).unsqueeze(-2)
         F = first_differences(parts, function) * inner
-        R = _inverse_gaps(parts)
+        R = _inverse_gaps(parts.eigenvalues, parts.kept, parts.cutoff)
         crossing = R > 0
         RG, RH = R * G, R * H
         W = W + R * ((F * H) @ (crossing * G) - (inner * H * f) @ RG)  # k dropped
@@ -137,15 +155,42 @@ def second_derivative(parts: Split, function: Chosen, G: Tensor, H: Tensor) -> T
     return W + W.mH
 
 
-def _both_kept(parts: Split) -> Tensor:
-    assert parts.kept is not None
-    return parts.kept.unsqueeze(-1) & parts.kept.unsqueeze(-2)
+def _second(parts: Split, function: Chosen, G: Tensor, H: Tensor) -> Tensor:
+    """Return ``W`` between kept eigenvalues.
+
+    The differences ``m[i,j,k]`` of the maximum are zero unless ``eps`` separates one of the three from the other two.
+    For the one apart, ``x``, they are ``s_x R_xy R_xz`` with its distance ``s_x`` from ``eps`` and the inverse gaps
+    ``R`` across ``eps``.
+    """
+    entry, options = spectral_function(function)
+    if parts.bound is None:
+        return entry.second(parts.points, G, H, *options)
+    m = _slopes(parts.eigenvalues, parts.bound)
+    W = m * entry.second(parts.points, G, m * H, *options)
+    FG = entry.first(parts.points, *options) * G
+    R = _inverse_gaps(parts.eigenvalues, parts.eigenvalues > parts.bound)
+    s = (parts.eigenvalues - parts.bound).abs().unsqueeze(-2)
+    RH, RFG = R * H, R * FG
+    return W + R * (s.mT * (RH @ FG) + (H @ RFG) * s) + (RH * s) @ RFG  # i, k, and j apart
 
 
-def _inverse_gaps(parts: Split) -> Tensor:
-    """Return ``1 / |l_i - l_j|`` between kept and dropped eigenvalues, 0 elsewhere."""
-    assert parts.kept is not None
-    assert parts.cutoff is not None
-    gaps = (parts.eigenvalues.unsqueeze(-1) - parts.eigenvalues.unsqueeze(-2)).abs()
-    crossing = parts.kept.unsqueeze(-1) ^ parts.kept.unsqueeze(-2)
-    return torch.where(crossing, torch.maximum(gaps, parts.cutoff.unsqueeze(-1)), torch.inf).reciprocal()
+def _slopes(l: Tensor, bound: Tensor) -> Tensor:
+    """Return the first divided differences ``m`` ``(..., n, n)`` of ``max(l, bound)``; at the bound the slope is 0."""
+    is_above, above = l > bound, (l - bound).clamp(min=0)
+    across = (above.unsqueeze(-1) + above.unsqueeze(-2)) * _inverse_gaps(l, is_above)  # one of the two is zero
+    return torch.where(_both(is_above), 1.0, across)
+
+
+def _both(chosen: Tensor) -> Tensor:
+    return chosen.unsqueeze(-1) & chosen.unsqueeze(-2)
+
+
+def _inverse_gaps(l: Tensor, upper: Tensor, narrowest: Tensor | None = None) -> Tensor:
+    """Return ``1 / |l_i - l_j|`` between the upper eigenvalues and the others, 0 elsewhere.
+
+    A gap below ``narrowest`` ``(..., 1)`` counts as that wide.
+    """
+    gaps = (l.unsqueeze(-1) - l.unsqueeze(-2)).abs()
+    if narrowest is not None:
+        gaps = torch.maximum(gaps, narrowest.unsqueeze(-1))
+    return torch.where(upper.unsqueeze(-1) ^ upper.unsqueeze(-2), gaps, torch.inf).reciprocal()

@@ -17,7 +17,7 @@ from orthocond._core.registry import resolve
 from orthocond.errors import GradientError
 from orthocond.linalg._decompose import check_finite, decompose
 from orthocond.linalg._differences import Split, second_derivative, split, values
-from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen, spectral_function
+from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen, is_clamped, spectral_function
 from orthocond.linalg._gradients import GRADIENTS, differences
 
 __all__ = [
@@ -58,7 +58,8 @@ def eigen_functions(
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return ``f(A + eps I)`` for each of ``functions``, and the eigenvalues of ``A``, detached and ascending.
 
-    ``rtol`` and ``floor`` say which eigenvalues are dropped, as in `split`. ``stored`` is the dtype that ``A`` may have
+    A clamped function takes ``eps`` as a bound instead. ``rtol`` and ``floor`` say which eigenvalues are dropped, as in
+    `split`. ``stored`` is the dtype that ``A`` may have
     been rounded to before, if it isn't its own: what that explains is not warned of.
     """
     noise = noise_of(stored or A.dtype)
@@ -133,7 +134,7 @@ def noise_of(dtype: torch.dtype) -> float:
 
 
 def _parts(eigenvalues: Tensor, floor: Tensor | None, eps: float, rtol: float | None, function: Chosen) -> Split:
-    return split(eigenvalues, eps, rtol, floor, whole_line=spectral_function(function)[0].whole_line)
+    return split(eigenvalues, eps, rtol, floor, function=function)
 
 
 def fit(dtype: torch.dtype, functions: tuple[Chosen, ...], eps: float, rtol: float | None) -> bool:
@@ -395,13 +396,13 @@ def _third_derivative(
 
     and from ``S Q = I`` those of the inverse root ``S``, by differentiating ``D1[G] = -S X S`` twice. Other functions
     have no such relation: their third derivative would need all ``n^4`` third divided differences. Nor does it hold for
-    dropped eigenvalues, which the function does not take the root of.
+    dropped or clamped eigenvalues, which the function does not take the root of.
     """
     entry, _ = spectral_function(function)
-    if not entry.is_root or split(eigenvalues, eps, rtol, floor).kept is not None:
+    if not entry.is_root or is_clamped(function) or split(eigenvalues, eps, rtol, floor).kept is not None:
         raise GradientError(
             "a spectral function by eigenvalues is differentiable twice, and the roots more often where no eigenvalue "
-            "is dropped; pass eps > 0 to a root, or use solver='newton_schulz'."
+            "is dropped or clamped; pass eps > 0 to a root, or use solver='newton_schulz'."
         )
     G, H, K = (symmetric(each.to(U)) for each in (G, H, K))
 

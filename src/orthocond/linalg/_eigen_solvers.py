@@ -169,14 +169,18 @@ class _Root(torch.autograd.Function):
 EIGEN_SOLVERS = (
     Solver(
         "eigh",
-        "Symmetric eigendecomposition, in float64 inside where the device has it: the most accurate and the default.",
+        "Symmetric eigendecomposition, in float64 inside where the device has it: the most accurate and the default. "
+        "With clamp=true eps is a floor, max(l, eps), instead of a shift.",
         "LAPACK syevd; gradient by Daleckii and Krein",
+        {"clamp": False},
         solve=functools.partial(by_eigenvalues, method="eigh"),
     ),
     Solver(
         "svd",
-        "Singular value decomposition, in float64 inside where the device has it: as accurate as eigh, twice its time.",
+        "Singular value decomposition, in float64 inside where the device has it: as accurate as eigh, twice its time. "
+        "With clamp=true eps is a floor, max(l, eps), instead of a shift.",
         "LAPACK gesdd; the paper's solver",
+        {"clamp": False},
         solve=functools.partial(by_eigenvalues, method="svd"),
     ),
 )

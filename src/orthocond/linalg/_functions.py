@@ -35,13 +35,25 @@ from orthocond.linalg._second import (
     second_by_taylor,
 )
 
-__all__ = ["FUNCTIONS", "INV_SQRT", "SQRT", "Chosen", "SpectralFunction", "chosen_function", "spectral_function"]
+__all__ = [
+    "FUNCTIONS",
+    "INV_SQRT",
+    "SQRT",
+    "Chosen",
+    "SpectralFunction",
+    "chosen_function",
+    "clamped",
+    "is_clamped",
+    "spectral_function",
+]
 
 Chosen = tuple[str, tuple[Any, ...]]
 """A function and its options' values, as data that `torch.compile` can look at: ``("power", (0.25,))``."""
 
 SQRT: Chosen = ("sqrt", ())
 INV_SQRT: Chosen = ("inv_sqrt", ())
+
+_CLAMPED = "clamped"
 
 # In place of a difference of zero: the quotients below are exact with it.
 _TINY = 1e-250
@@ -66,9 +78,19 @@ class SpectralFunction(Entry):
 
 
 def spectral_function(chosen: Chosen) -> tuple[SpectralFunction, tuple[Any, ...]]:
-    """Return the entry of a choice, and its options' values."""
-    name, options = chosen
+    """Return the entry of a choice, and its options' values; of a clamped function, those of the function inside."""
+    name, options = chosen[1] if is_clamped(chosen) else chosen
     return _ANY if name == _ANY.name else FUNCTIONS[name], options
+
+
+def clamped(function: Chosen) -> Chosen:
+    """Return ``f(max(l, eps))``, which `split` and the differences take instead of ``f(l + eps)``."""
+    return _CLAMPED, function
+
+
+def is_clamped(chosen: Chosen) -> bool:
+    """Return whether the function is a clamped one."""
+    return chosen[0] == _CLAMPED
 
 
 def chosen_function(choice: str, argument: str, caller: str) -> Chosen:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from orthocond._core.registry import Entry, Option, frozen
 from orthocond.linalg._differences import Split, first_differences, shifted, values
-from orthocond.linalg._functions import Chosen
+from orthocond.linalg._functions import Chosen, is_clamped
 
 __all__ = ["GRADIENTS", "GradientRule", "differences"]
 
@@ -38,7 +38,8 @@ def differences(rule: GradientRule, options: dict[str, Option], parts: Split, fu
     if rule.kernel is None:
         return exact
     f = values(parts, function)
-    K = rule.kernel(shifted(parts.eigenvalues, eps), **options)
+    # A clamped function is one of the eigenvalues as they are decomposed.
+    K = rule.kernel(shifted(parts.eigenvalues, 0.0 if is_clamped(function) else eps), **options)
     F = K * f.unsqueeze(-1) + K.mT * f.unsqueeze(-2)
     F = F + torch.diag_embed((exact - F).diagonal(dim1=-2, dim2=-1))
     if parts.kept is not None:

@@ -14,7 +14,16 @@ from orthocond._core.registry import frozen, resolve
 from orthocond.errors import ArgumentError, check_nonnegative, check_square
 from orthocond.linalg._eigen import ROOTS
 from orthocond.linalg._eigen_solvers import EIGEN_SOLVERS
-from orthocond.linalg._functions import INV_SQRT, SQRT, Chosen, SpectralFunction, chosen_function, spectral_function
+from orthocond.linalg._functions import (
+    INV_SQRT,
+    SQRT,
+    Chosen,
+    SpectralFunction,
+    chosen_function,
+    clamped,
+    is_clamped,
+    spectral_function,
+)
 from orthocond.linalg._gradients import GRADIENTS
 from orthocond.linalg._iterative import ITERATIVE_SOLVERS
 from orthocond.linalg._products import PRODUCTS_SOLVERS
@@ -59,7 +68,7 @@ def matrix_sqrth(
             asymmetry or a negative eigenvalue is larger than rounding, a warning is issued, once per process.
         solver: one of `SOLVERS`.
         gradient: one of `GRADIENTS`, for the solvers by eigenvalues.
-        eps: added to the eigenvalues.
+        eps: added to the eigenvalues; with ``solver="eigh(clamp=true)"`` those below it are raised to it instead.
         rtol: eigenvalues of ``A`` at or below ``rtol`` times the largest are the null space: they map to zero, in
             the gradient too. ``None`` (and 0) drop nothing when ``eps > 0``; when ``eps = 0``, ``None`` means
             ``n * finfo(A.dtype).eps`` (of float32 for the half types), as in `torch.linalg.pinv`, and
@@ -152,7 +161,7 @@ def spectral(
     check_square(A, caller, allow_complex=True)
     entry, options, chosen, rtol = resolved(caller, A, functions, solver, gradient, eps, rtol)
     results, eigenvalues = entry.solve(A, chosen, gradient=gradient, eps=eps, rtol=rtol, floor=floor, **options)
-    notify(caller, A, eigenvalues, eps)
+    notify(caller, A, eigenvalues, eps, clamp=is_clamped(chosen[0]))
     return results, eigenvalues
 
 
@@ -196,6 +205,13 @@ def _planned(
         raise ArgumentError(
             f"{caller} got gradient={gradient!r}, a rule for eigenvalues that are not negative; leave gradient='exact'."
         )
+    if options.pop("clamp", False) and eps > 0:
+        if function.whole_line:
+            raise ArgumentError(
+                f"{caller} got solver={solver!r}, which raises eigenvalues to eps; a function that takes negative ones "
+                "needs none of that. Leave clamp=false."
+            )
+        chosen = tuple(clamped(each) for each in chosen)
     if not entry.has_eigenvalues:
         _check_without_eigenvalues(caller, entry.name, function, gradient, rtol)
     return entry, options, chosen, function.whole_line or eps > 0

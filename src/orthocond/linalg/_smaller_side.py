@@ -31,7 +31,7 @@ from orthocond.linalg._covariance import check_samples, covariance, noise_floor
 from orthocond.linalg._decompose import DECOMPOSITIONS, decompose
 from orthocond.linalg._differences import Split, first_differences, split, values
 from orthocond.linalg._eigen import Context, batched, eigen_derivatives, symmetric
-from orthocond.linalg._functions import SQRT, Chosen, spectral_function
+from orthocond.linalg._functions import SQRT, Chosen, is_clamped
 from orthocond.linalg._roots import resolved, spectral
 
 __all__ = ["covariance_sqrth", "spectral_of_samples"]
@@ -66,7 +66,7 @@ def covariance_sqrth(
         dim: the dimension of the samples.
         solver: one of `SOLVERS`; those without eigenvalues use the covariance itself.
         gradient: one of `GRADIENTS`; the rules other than ``"exact"`` use the covariance itself.
-        eps: added to the eigenvalues.
+        eps: added to the eigenvalues; a floor for them with ``solver="eigh(clamp=true)"``.
         rtol: as in `matrix_sqrth`, of the ``d`` eigenvalues of the covariance.
 
     Returns:
@@ -118,10 +118,10 @@ def spectral_of_samples(
         if not is_covered or X.shape[-1] > _WORTHWHILE * X.shape[-2]:
             P = covariance(samples)
             options: dict[str, Any] = {"solver": solver, "gradient": gradient, "eps": eps, "rtol": rtol}
-            (value,), eigenvalues = spectral(caller, P, (chosen,), floor=noise, **options)
+            (value,), eigenvalues = spectral(caller, P, (function,), floor=noise, **options)
             return (narrow(value, X),), eigenvalues, P, noise
         value, eigenvalues, *_ = applied(_OfSamples, samples, noise, chosen, entry.name, eps, cut)
-    notify(caller, X.mT, eigenvalues, eps)
+    notify(caller, X.mT, eigenvalues, eps, clamp=is_clamped(chosen))
     return (narrow(value, X),), eigenvalues, None, noise
 
 
@@ -225,7 +225,7 @@ class _Slope(torch.autograd.Function):
 def _with_zero(l: Tensor, floor: Tensor | None, function: Chosen, eps: float, rtol: float | None) -> Split:
     """Return the eigenvalues of the samples, and in front of them a zero for those of all other directions, split."""
     points = torch.cat([torch.zeros_like(l[..., :1]), l], -1)
-    return split(points, eps, rtol, floor, whole_line=spectral_function(function)[0].whole_line)
+    return split(points, eps, rtol, floor, function=function)
 
 
 def _differences(l: Tensor, parts: Split, function: Chosen) -> tuple[Tensor, Tensor]:

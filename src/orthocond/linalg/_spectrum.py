@@ -82,10 +82,13 @@ def spectrum(A: Tensor, *, eps: float = 0.0, rtol: float | None = None) -> Spect
     return Spectrum(*(part.to(A.device, dtype if part.is_floating_point() else None) for part in found))
 
 
-def spectrum_of(eigenvalues: Tensor, *, eps: float, rtol: float, floor: Tensor | None = None) -> Spectrum:
+def spectrum_of(
+    eigenvalues: Tensor, *, eps: float, rtol: float, floor: Tensor | None = None, clamp: bool = False
+) -> Spectrum:
     """Return the same from eigenvalues ``(..., n)`` that are already known, in any order.
 
     ``floor`` ``(...)`` is the rounding noise of each matrix: what is at or below it doesn't count towards the rank.
+    With ``clamp``, ``cond_eps`` is that of eigenvalues raised to ``eps``.
     """
     l = eigenvalues.sort(-1, descending=True).values
     if l.shape[-1] == 0:
@@ -98,7 +101,7 @@ def spectrum_of(eigenvalues: Tensor, *, eps: float, rtol: float, floor: Tensor |
     smallest_kept = torch.where(kept, l, torch.inf).amin(-1)
     rank = kept.sum(-1)
     size = l.abs()
-    raised = shifted(l, eps)
+    raised = l.clamp(min=eps) if clamp else shifted(l, eps)
     return Spectrum(
         l,
         rank,

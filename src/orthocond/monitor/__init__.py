@@ -66,7 +66,7 @@ class ConditionMonitor:
     | ``mode`` | ``"train"`` or ``"eval"`` |
     | ``cond`` | the largest eigenvalue over the smallest, both as absolute values |
     | ``cond_support`` | the largest over the smallest of those that count towards the rank |
-    | ``cond_eps`` | the condition number with the layer's own ``eps`` added, where it has one |
+    | ``cond_eps`` | the condition number with the layer's own ``eps``, where it has one: added, or as a floor |
     | ``cond_floor`` | the condition number with eigenvalues raised to at least 2.2e-16, as in the paper's code |
     | ``rank`` | how many eigenvalues are above ``rtol`` times the largest |
     | ``failures`` | decompositions in this forward that did not converge at the first attempt, in this process |
@@ -329,6 +329,8 @@ class ConditionMonitor:
             measured = Measured(layer.last_eigenvalues.clone(), None if noise is None else noise.clone())
         if measured is None or measured.eigenvalues.numel() == 0:
             return
+        if isinstance(layer, MetaLayer):
+            measured = measured._replace(clamp=layer.clamp)
         eps = getattr(layer, "eps", None) if self.eps is None else self.eps
         self._wait(Key(step, name, mode, failures), measured, eps if isinstance(eps, int | float) else 0.0)
 
@@ -344,7 +346,7 @@ class ConditionMonitor:
         return isinstance(layer, MetaLayer) and layer.training and name not in self._named
 
     @torch.no_grad()
-    def _called(self, function: str, A: Tensor, eigenvalues: Tensor | None, eps: float) -> None:
+    def _called(self, function: str, A: Tensor, eigenvalues: Tensor | None, eps: float, clamp: bool) -> None:
         """Record a call of a spectral function in a module's code; those of meta-layers are recorded with the layer."""
         is_repeated = graph_task_id() != -1  # by a checkpoint, in the backward pass
         if function[0].isupper() or is_repeated or not A.numel() or (place := self._callers.place(function)) is None:
@@ -355,7 +357,7 @@ class ConditionMonitor:
         self._forwards[name, mode] += 1
         if is_due:
             l = spectrum(A.detach()).eigenvalues if eigenvalues is None else eigenvalues.detach().flip(-1)
-            self._wait(key, Measured(l), eps if self.eps is None else self.eps)
+            self._wait(key, Measured(l, clamp=clamp), eps if self.eps is None else self.eps)
 
     def _is_due(self, name: str, layer: nn.Module) -> bool:
         mode = _mode(layer)
@@ -385,15 +387,16 @@ class ConditionMonitor:
     def _reduce(self) -> None:
         """Turn eigenvalues into numbers, for many records at a time: one by one that would cost as much as a layer."""
         alike: dict[Any, list[int]] = {}
-        for i, (_, (l, floor), eps) in enumerate(self._readings):
-            alike.setdefault((l.shape, l.dtype, l.device, floor is None, eps), []).append(i)
+        for i, (_, (l, floor, clamp), eps) in enumerate(self._readings):
+            alike.setdefault((l.shape, l.dtype, l.device, floor is None, eps, clamp), []).append(i)
         rows: dict[int, Tensor] = {}
-        for (shape, _, _, _, eps), indices in alike.items():
+        for (shape, _, _, _, eps, clamp), indices in alike.items():
             eigenvalues = torch.stack([self._readings[i][1].eigenvalues for i in indices])
             floors = [floor for i in indices if (floor := self._readings[i][1].floor) is not None]
             measured = Measured(
                 eigenvalues.view(len(indices), -1, shape[-1]),
                 torch.stack(floors).view(len(indices), -1) if floors else None,
+                clamp,
             )
             rows.update(zip(indices, numbers(measured, eps, self.rtol), strict=True))
         self._reduced += [(key, rows[i]) for i, (key, _, _) in enumerate(self._readings)]

@@ -30,12 +30,14 @@ class Measured(NamedTuple):
     """``(..., n)``"""
     floor: Tensor | None = None
     """``(...)``: the rounding noise of each covariance, where it is known."""
+    clamp: bool = False
+    """Whether the layer raises eigenvalues to ``eps`` instead of adding it."""
 
 
 def numbers(measured: Measured, eps: float, rtol: float) -> Tensor:
     """Return for several records `NUMBERS` of the worst matrix, from eigenvalues ``(records, matrices, n)``."""
-    eigenvalues, floor = measured
-    found = spectrum_of(eigenvalues, eps=eps, rtol=rtol, floor=floor)
+    eigenvalues, floor, clamp = measured
+    found = spectrum_of(eigenvalues, eps=eps, rtol=rtol, floor=floor, clamp=clamp)
     raised = eigenvalues.clamp(min=_FLOOR)
     conditions = torch.stack([found.cond, found.cond_support, found.cond_eps, raised.amax(-1) / raised.amin(-1)], -1)
     conditions = torch.where(eigenvalues.isnan().any(-1, keepdim=True), torch.nan, conditions)

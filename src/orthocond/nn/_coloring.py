@@ -23,7 +23,7 @@ class WhiteningColoring2d(MetaLayer):
     *Gradient:* exact with respect to both, finite for singular covariances.
 
     Args:
-        eps: added to the eigenvalues of both covariances.
+        eps: added to the eigenvalues of both covariances; a floor for them with ``solver="eigh(clamp=true)"``.
         rtol: eigenvalues at or below ``rtol`` times the largest are dropped; ``None`` as in `matrix_sqrth`.
         solver: one of `orthocond.linalg.SOLVERS`.
         gradient: one of `orthocond.linalg.GRADIENTS`.

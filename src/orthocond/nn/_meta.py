@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from orthocond._core.private import is_exporting
+from orthocond._core.registry import resolve
 from orthocond.errors import NonFiniteError, OrthocondWarning
-from orthocond.linalg import solver_fallbacks, spectrum
+from orthocond.linalg import SOLVERS, solver_fallbacks, spectrum
 from orthocond.linalg._roots import spectral
 from orthocond.linalg._smaller_side import spectral_of_samples
 
@@ -41,6 +42,11 @@ class MetaLayer(nn.Module):
         self._covariance: Tensor | None = None
         self._noise: Tensor | None = None
         self._num_fallbacks, self._num_matrices, self._has_advised = 0, 0, False
+
+    @property
+    def clamp(self) -> bool:
+        """Whether ``eps`` is a floor for the eigenvalues, by ``solver="eigh(clamp=true)"``, instead of being added."""
+        return bool(resolve(SOLVERS, self.solver, "solver", type(self).__name__)[1].get("clamp"))
 
     @property
     def last_eigenvalues(self) -> Tensor | None:

@@ -278,7 +278,7 @@ _DOC = """Whitens {what} by the covariance of its channels over the batch (ZCA),
 
     Args:
         num_features: the number of channels ``C``.
-        eps: added to the eigenvalues of the covariance.
+        eps: added to the eigenvalues of the covariance; a floor for them with ``solver="eigh(clamp=true)"``.
         momentum: weight of the new batch in the running statistics; ``None`` for the mean over all batches.
         affine: learn a scale (from ones) and a shift (from zeros) for each channel.
         track_running_stats: keep running statistics for eval; without them eval uses the batch, too.

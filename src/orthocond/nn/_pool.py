@@ -24,7 +24,7 @@ class CovariancePool2d(MetaLayer):
         function: one of `orthocond.linalg.FUNCTIONS`: ``"sqrt"``, ``"log"`` for log-Euclidean pooling, or
             ``"power(exponent=0.3)"`` for power normalisation.
         vectorize: return the upper triangle ``(B, C (C + 1) / 2)`` instead of the matrices ``(B, C, C)``.
-        eps: added to the eigenvalues.
+        eps: added to the eigenvalues; a floor for them with ``solver="eigh(clamp=true)"``.
         rtol: eigenvalues at or below ``rtol`` times the largest are dropped; ``None`` as in `matrix_sqrth`.
         solver: one of `orthocond.linalg.SOLVERS`.
         gradient: one of `orthocond.linalg.GRADIENTS`.
