@@ -1,7 +1,12 @@
 """The paper's items: its numbers, which runs they take, and the page that shows ours beside them."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -156,6 +161,28 @@ def test_what_is_missing_is_run_and_nothing_else(runs, command_line):
     page = (root / "figure1.html").read_text()
     assert "only directions can be compared" in page
     assert "about 1e12" in page
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="process groups are killed as POSIX does")
+@pytest.mark.timeout(280)
+def test_killed_in_the_middle_it_does_what_is_missing(tmp_path, command_line):
+    arguments = ["paper", "figure2", "--seeds", 1, "--jobs", 2, "--out", tmp_path, *FLAGS, "--checkpoint-every", 2]
+    paper = subprocess.Popen(
+        [sys.executable, "-m", "orthocond", *map(str, arguments)], stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    planned = planned_runs([ITEMS["figure2"]], "digits", 1, tmp_path, None, SHORT)
+    while not any(run.is_finished for run in planned):
+        assert paper.poll() is None
+        time.sleep(0.02)
+    os.killpg(paper.pid, signal.SIGKILL)  # the sweep and its runs
+    paper.wait()
+    finished = [run for run in planned if run.is_finished]
+    files = {file: file.read_bytes() for run in finished for file in run.folder.iterdir()}
+    again = command_line(*arguments)
+    assert again.returncode == 0, again.stderr
+    assert f"{4 - len(finished)} of 4 runs to do" in again.stdout
+    assert {file: file.read_bytes() for run in finished for file in run.folder.iterdir()} == files
+    assert all(run.is_finished for run in planned)
 
 
 def test_the_page_of_all_items_has_eleven(runs, tmp_path):
