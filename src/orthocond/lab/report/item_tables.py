@@ -220,11 +220,14 @@ def _arrow(difference: float, method: str, digits: int) -> str:
     Example:
         >>> _arrow(91.57 - 91.02, "svd+nog+ow+olr", 1), _arrow(73.28 - 73.13, "svd+sn", 1)
         (' (↑ 0.6)', ' (↑ 0.2)')
+        >>> _arrow(-1e-12, "svd+sn", 2)
+        ' (0.00)'
     """
     if method == BASELINE or not math.isfinite(difference):
         return ""
     shown = f"{abs(difference) + 1e-9:.{digits}f}"
-    return f" ({'↓' if difference < 0 else '↑'} {shown})"
+    arrow = "" if float(shown) == 0 else "↓ " if difference < 0 else "↑ "
+    return f" ({arrow}{shown})"
 
 
 def _runs(rows: Sequence[Row]) -> str:

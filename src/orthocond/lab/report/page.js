@@ -89,20 +89,24 @@
       yanchor: "bottom", text: "▲ infinite", showarrow: false, font: { size: 11, color: variable("--soft") } }] : [];
     return [hairs.concat(bands, middles, marks), layout({
       hovermode: isNarrow() ? "closest" : "x unified", annotations,
-      xaxis: { title: { text: xAxis }, rangemode: "tozero", ...(zoomed && view.zoom ? { range: view.zoom[0] } : { autorange: true }),
+      xaxis: { title: { text: xAxis }, rangemode: isLater(view) ? "normal" : "tozero", ...(zoomed && view.zoom ? { range: view.zoom[0] } : { autorange: true }),
         unifiedhovertitle: { text: `${xAxis} %{x}` } },
       yaxis: { title: { text: view.axis }, type: view.log ? "log" : "linear", exponentformat: "power", rangemode: "tozero",
         ...(zoomed && view.zoom ? { range: view.zoom[1] } : { autorange: true }),
-        dtick: view.log ? decades(view, ceiling) : undefined },
+        ...(view.log ? ticks(view, ceiling) : {}) },
     })];
   }
 
-  function decades(view, ceiling) {
+  // A part of the training that begins later is not shown from step 0.
+  const isLater = (view) => view.x.length > 1 && view.x[0] > .2 * view.x[view.x.length - 1];
+
+  function ticks(view, ceiling) {
     let lowest = Infinity;
     for (const lines of Object.values(view.series))
       for (const value of lines.floor) if (typeof value === "number" && value > 0) lowest = Math.min(lowest, value);
     const span = Math.log10(ceiling) - Math.log10(lowest);
-    return span > 3 ? Math.max(1, Math.ceil(span / 8)) : "D2";
+    if (span > 3) return { dtick: Math.max(1, Math.ceil(span / 8)) };
+    return { dtick: "D2", tickformat: ceiling < 1e5 && lowest > 1e-4 ? "~g" : ".0e" }; // 1, 2 and 5 of each decade, in full
   }
 
   const listed = (methods, hidden) => methods.filter((method) => !hidden.has(method)).reverse();
