@@ -1,6 +1,8 @@
 """Slow and readable truths, in float64 or with 50 digits, each by another way than the library's."""
 
 import functools
+import warnings
+from collections.abc import Callable
 
 import mpmath
 import numpy as np
@@ -73,6 +75,51 @@ def exact_function(A: Tensor, G: Tensor, scalar, *, eps: float = 0.0) -> tuple[T
             torch.tensor([[number(matrix[i, j]) for j in range(n)] for i in range(n)], dtype=kind)
             for matrix in (value, gradient)
         )
+
+
+SCHUR = {
+    "sqrt": scipy.linalg.sqrtm,
+    "inv_sqrt": lambda M: np.linalg.inv(scipy.linalg.sqrtm(M)),
+    "power": scipy.linalg.fractional_matrix_power,
+    "log": scipy.linalg.logm,
+    "exp": scipy.linalg.expm,
+    "tanh": scipy.linalg.tanhm,
+}
+"""The spectral functions by SciPy's algorithms for matrices that need not be symmetric; none of them uses eigh."""
+
+
+def schur_function(A: Tensor, G: Tensor, function: Callable) -> tuple[Tensor, Tensor]:
+    """f(A) and the gradient of <G, f(A)> for one symmetric matrix of any size: f([[A, G], [0, A]]) has both in a row.
+
+    In float64, so about cond(A) * 1e-16 is unknown, more for f that grows towards zero. Equal eigenvalues are no
+    special case: there are no eigenvectors in it. A must not be singular, where f has no derivative as a function of
+    all matrices (`schur_function_of_samples` is for those).
+
+    Reference: Higham, Functions of Matrices, 2008, theorem 3.6.
+    """
+    n = A.shape[-1]
+    A, G = A.double(), G.double()
+    G = (G + G.mT) / 2
+    both = torch.cat([torch.cat([A, G], -1), torch.cat([torch.zeros_like(A), A], -1)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # logm warns when its estimate of the error is above 2e-13
+        rows = torch.from_numpy(np.real(function(both.numpy())))[:n]
+    return rows[:, :n], rows[:, n:]
+
+
+def schur_function_of_samples(X: Tensor, G: Tensor, function: Callable, *, at_zero: float) -> tuple[Tensor, Tensor]:
+    """f(X X^T) and the gradient of <G, f(X X^T)> for X, of more rows than columns: f(0) I + X g(C) X^T, C = X^T X.
+
+    C has full rank, so g(l) = (f(l) - f(0)) / l is a smooth function there; f(0) is ``at_zero``.
+    """
+    X, G = X.double(), (G + G.mT).double() / 2
+
+    def g(M: np.ndarray) -> np.ndarray:
+        return np.linalg.solve(M, function(M) - at_zero * np.eye(len(M)))
+
+    value, slope = schur_function(X.mT @ X, X.mT @ G @ X, g)
+    identity = torch.eye(len(X), dtype=torch.float64)
+    return at_zero * identity + X @ value @ X.mT, 2 * (G @ X @ value + X @ slope)
 
 
 def polar(A: Tensor) -> Tensor:

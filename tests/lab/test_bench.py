@@ -113,16 +113,18 @@ def test_functions_are_as_accurate_as_promised_and_autograd_through_eigh_is_not(
 
 
 def test_the_truth_of_functions_is_the_one_of_the_tests():
-    A, G = linalg.covariance(noise(5, 30)).double(), noise(5, 5).double()
-    found = functions.truth(A, (G + G.mT) / 2)
-    for name in ("sqrt", "inv_sqrt", "log", "exp"):
-        expected = truth.exact_function(A, G, truth.SCALARS[name])
-        for one, other in zip(found[name], expected, strict=True):
-            assert truth.relative_error(one, other) < 1e-15
+    A, G = linalg.covariance(noise(5, 30, dtype=torch.float64)), noise(5, 5).double()
+    A = (A + A.mT) / 2
+    for computed, digits in (("50 digits", 1e-15), ("SciPy", 1e-12)):
+        found = functions.TRUTHS[computed](A, (G + G.mT) / 2)
+        for name in ("sqrt", "inv_sqrt", "log", "exp"):
+            expected = truth.exact_function(A, G, truth.SCALARS[name])
+            for one, other in zip(found[name], expected, strict=True):
+                assert truth.relative_error(one, other) < digits, (computed, name)
 
 
 def test_the_grid_has_the_gaps_conditions_and_sizes():
-    cells = list(functions.cells(quick=False))
+    cells = [c for c in functions.cells(quick=False) if c.truth == "50 digits"]
     assert {c.condition for c in cells} == {10.0**k for k in range(0, 13, 2)}
     assert min(c.gaps[1] for c in cells) == 1e-16
     assert {c.dtype for c in cells} == {"float32", "float64"}
@@ -132,6 +134,10 @@ def test_the_grid_has_the_gaps_conditions_and_sizes():
             l = torch.linalg.eigvalsh(A.double())
             if cell.condition > 1:
                 assert l[-1] / l[0] == pytest.approx(cell.condition, rel=1e-2)
+    large = [c for c in functions.cells(quick=False) if c.truth == "SciPy"]
+    assert {(c.dtype, c.condition, max(c.sizes)) for c in large} == {
+        (dtype, condition, 128) for dtype in functions.BOUNDS for condition in (1, 1e2, 1e4)
+    }
 
 
 def test_a_function_is_timed_over_the_root():
@@ -343,15 +349,20 @@ def test_peers_compete_where_they_are_installed(site):
     assert layer.made == "weight"
 
 
-def test_a_peer_that_cant_be_imported_is_left_out_and_told(site):
+def test_a_peer_that_cant_be_imported_is_left_out_and_told(site, monkeypatch):
+    monkeypatch.setitem(peers.PACKAGES, "nobody", "nobody_has_this")
     (site / "torchspd.py").write_text("import something_that_is_not_there\n")
+    (site / "spd_learn").mkdir()  # its functions can be imported, and stay in sys.modules when the whole fails
+    (site / "spd_learn" / "__init__.py").write_text("from . import functional\nimport neither_is_this\n")
+    (site / "spd_learn" / "functional.py").touch()
     (site / "geotorch.py").write_text("raise RuntimeError('not with this torch')\n")
     assert "torchspd" not in solvers.contestants()
     assert "geotorch" not in peers.orthogonal_parametrizations()
     state = peers.state()
     assert list(state) == list(peers.PACKAGES)
     assert state["torchspd"] == "can't be imported: No module named 'something_that_is_not_there'"
-    assert state["spd_learn"] == "not installed"
+    assert state["spd_learn"] == "can't be imported: No module named 'neither_is_this'"
+    assert state["nobody"] == "not installed"
     assert state["geotorch"] == "can't be imported: not with this torch"
 
 

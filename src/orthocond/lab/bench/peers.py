@@ -127,9 +127,11 @@ def _module(package: str) -> Any | None:
 
 def _why_not(package: str) -> str:
     """Return why a package can't be imported; nothing if it can."""
-    if importlib.util.find_spec(PACKAGES[package].partition(".")[0]) is None:
+    whole = PACKAGES[package].partition(".")[0]
+    if importlib.util.find_spec(whole) is None:
         return "not installed"
     try:
+        importlib.import_module(whole)  # first: of one that fails, parts may be there the second time
         importlib.import_module(PACKAGES[package])
     except Exception as error:  # of another's package: whatever it is, the others continue
         return f"can't be imported: {error}"

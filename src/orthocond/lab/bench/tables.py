@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orthocond.lab.bench.functions import FUNCTIONS, OURS
+from orthocond.lab.bench.functions import FUNCTIONS, OURS, TRUTHS
 from orthocond.lab.bench.problems import EPS, SPECTRA
 from orthocond.lab.bench.solvers import ACCURATE, DEFAULT
 
@@ -15,6 +15,12 @@ Records = list[dict[str, Any]]
 
 _MILD = 1e4
 """Up to this condition number the errors of the spectral functions are shown; beyond, rounding the matrix decides."""
+
+_TRUTH_NOTES = {
+    "50 digits": "The truth is computed with 50 digits.",
+    "SciPy": "The truth is SciPy's function of the block matrix [[A, G], [0, A]] in float64, which needs no "
+    "eigenvectors; beyond this condition number it has too few digits itself.",
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,11 @@ def tables(subject: str, entry: Mapping[str, Any]) -> list[Table]:
             _growth(entry["growth"]),
             *([_functions(entry["functions"])] if "functions" in entry else []),
         ],
-        "functions": lambda entry: [_accuracy(entry["records"])],
+        "functions": lambda entry: [
+            _accuracy([r for r in entry["records"] if r["truth"] == truth], truth)
+            for truth in TRUTHS
+            if any(r["truth"] == truth for r in entry["records"])
+        ],
         "polar": lambda entry: [_polar(entry["records"])],
         "geometry": lambda entry: [_geometry(entry["records"])],
         "layers": lambda entry: [
@@ -162,7 +172,7 @@ def _functions(records: Records) -> Table:
     )
 
 
-def _accuracy(records: Records) -> Table:
+def _accuracy(records: Records, truth: str) -> Table:
     dtypes = list(dict.fromkeys(r["dtype"] for r in records))
     rows = []
     for function, name in dict.fromkeys((r["function"], r["contestant"]) for r in records):
@@ -179,13 +189,15 @@ def _accuracy(records: Records) -> Table:
             row += [f"{sum(r['not_finite'] for r in own)}", f"{100 * sum(r['within'] for r in own) / total:.1f}%"]
         rows.append(row)
     parts = ("value", "gradient", "not finite", "as good as can be")
+    sizes = [size for r in records for size in r["sizes"]]
     return Table(
-        "Spectral functions against 50 digits",
+        f"Spectral functions against {truth}",
         f"{sum(r['problems'] for r in records if r['contestant'] == OURS) // len(FUNCTIONS) // len(dtypes)} matrices "
-        "for each function and dtype, with gaps from 0 to 0.1 and condition numbers from 1 to 1e12. Largest relative "
-        f"errors of value and gradient up to condition {_MILD:.0e}; the number of matrices with a result or a gradient "
-        "that is not finite; and the share within the promised errors, or 100 times what rounding the entries in "
-        "float64 causes, over all matrices.",
+        f"for each function and dtype, {min(sizes)}x{min(sizes)} to {max(sizes)}x{max(sizes)}, with gaps from 0 to 0.1 "
+        f"and condition numbers from 1 to {max(r['condition'] for r in records):.0e}. {_TRUTH_NOTES[truth]} Largest "
+        f"relative errors of value and gradient up to condition {_MILD:.0e}; the number of matrices with a result or a "
+        "gradient that is not finite; and the share within the promised errors, or 100 times what rounding the entries "
+        "in float64 causes, over all matrices.",
         ["function", "package", *(f"{dtype}: {part}" for dtype in dtypes for part in parts)],
         rows,
     )
