@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from orthocond._core.private import num_compiled_frames
 from orthocond.diagnosis._calls import Call
 from orthocond.diagnosis._findings import VERDICTS, Finding, finding
+from orthocond.diagnosis._record import Record
 from orthocond.diagnosis._report import as_html, as_text
 from orthocond.diagnosis._watch import Watch
 
@@ -73,8 +74,7 @@ class Diagnosis:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._model = model
-        self._calls: list[Call] = []
-        self._notes: list[str] = []
+        self._record = Record()
         self._watches: list[Watch] = []
         self._interrupted = False
         self._compiled_before = 0
@@ -83,34 +83,37 @@ class Diagnosis:
     @property
     def findings(self) -> list[Finding]:
         """One finding for each call, oldest first."""
-        return [finding(call, interrupted=self._interrupted) for call in _without_recomputed(self._calls)]
+        self._record.settle()
+        return [finding(call, interrupted=self._interrupted) for call in _without_recomputed(self._record.calls)]
 
     @property
     def notes(self) -> list[str]:
         """What could not be seen, in sentences."""
-        return list(self._notes)
+        self._record.settle()
+        return list(self._record.notes)
 
     @property
     def gradients_finite(self) -> bool:
         """Whether every gradient that came back through a decomposition so far is finite."""
-        return all(bool(gradient.finite.all()) for call in self._calls for gradient in call.gradients)
+        self._record.settle()
+        return all(bool(gradient.finite.all()) for call in self._record.calls for gradient in call.gradients)
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the findings as plain dicts."""
         return [found.to_dict() for found in self.findings]
 
     def __str__(self) -> str:
-        return as_text(self.findings, self._notes)
+        return as_text(self.findings, self.notes)
 
     def _repr_html_(self) -> str:
-        return as_html(self.findings, self._notes)
+        return as_html(self.findings, self.notes)
 
     def __enter__(self) -> Self:
         model = self._model
         names = {} if model is None else {id(layer): name for name, layer in model.named_modules() if name}
-        watch = Watch(names, self._calls, self._notes, self.after_backward)
+        watch = Watch(names, self._record, self.after_backward)
         if model is not None and any(_is_compiled(layer) for layer in model.modules()):
-            self._note(_COMPILED)
+            self._record.note(_COMPILED)
         elif model is not None:
             watch.follow(model)
         self._compiled_before = num_compiled_frames()
@@ -126,11 +129,7 @@ class Diagnosis:
         watch.remove()
         self._interrupted |= kind is not None and issubclass(kind, Exception)
         if num_compiled_frames() > self._compiled_before:
-            self._note(_COMPILED)
-
-    def _note(self, sentence: str) -> None:
-        if sentence not in self._notes:
-            self._notes.append(sentence)
+            self._record.note(_COMPILED)
 
 
 def _is_compiled(layer: nn.Module) -> bool:

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,13 @@ from orthocond.linalg import covariance
 from orthocond.linalg._smaller_side import spectral_of_samples
 
 __all__ = [
+    "MEASURED",
     "Call",
     "Place",
     "begin",
     "entry_of",
     "is_ours",
+    "matrix_of",
     "measure",
     "measure_failure",
     "measure_gradient",
@@ -49,16 +51,23 @@ _KINDS: dict[Any, tuple[str, str]] = {
     torch.cholesky: ("torch.cholesky", "cholesky"),
     torch.Tensor.cholesky: ("torch.Tensor.cholesky", "cholesky"),
 }
+MEASURED = ("L", "S", "factor", "info")
+"""The outputs of a decomposition that `measure` reads, by the names of `outputs_of`."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The place of a call in the code."""
 
     module: str
-    source: str
+    path: str
+    line: int
     argument: str
     """What is decomposed, as the source line has it."""
+
+    @property
+    def source(self) -> str:
+        """The line of code as it is shown in the working directory; nothing if it is unknown."""
+        return f"{_shown(self.path)}:{self.line}" if self.path else ""
 
 
 @dataclass(eq=False)
@@ -125,15 +134,12 @@ def _place(frame: FrameType | None, names: dict[int, str], function: str) -> Pla
             owner = frame.f_locals.get("self")
             module = names.get(id(owner), type(owner).__name__) if isinstance(owner, nn.Module) else ""
         frame = frame.f_back
-    if line is None:
-        return Place(module, "", "A")
-    return Place(module, *_shown_line(*line, function, os.getcwd()))
+    return Place(module, "", 0, "A") if line is None else Place(module, *line, _argument_at(*line, function))
 
 
 @functools.lru_cache(maxsize=1024)
-def _shown_line(path: str, number: int, function: str, _: str) -> tuple[str, str]:
-    """Return a line of code as it is shown in a working directory, and the expression that it decomposes."""
-    return f"{_shown(path)}:{number}", _argument(linecache.getline(path, number), function)
+def _argument_at(path: str, number: int, function: str) -> str:
+    return _argument(linecache.getline(path, number), function)
 
 
 def _shown(path: str) -> str:
@@ -174,7 +180,7 @@ def begin(
 ) -> Call | None:
     """Return the record of a call that is about to be made, or None for one that can't be inspected."""
     function, kind = entry
-    A = _matrix(args, kwargs)
+    A = matrix_of(args, kwargs)
     of_samples = called is spectral_of_samples
     if transforms_are_active() or type(A) not in (Tensor, nn.Parameter):
         raise NotImplementedError(f"{function} inside a transform of torch.func, or of a tensor subclass")
@@ -190,13 +196,12 @@ def begin(
         torch.finfo(A.dtype).eps,
         _autocast_unit(A.device.type),
         {**kwargs, "functions": next((X for X in args if isinstance(X, tuple)), ())},
-        finite_input=cmath.isfinite(A.sum().item()) or bool(torch.isfinite(A).all()),  # the sum is cheap
         during_backward=graph_task_id() != -1,
         of_samples=of_samples,
     )
 
 
-def _matrix(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def matrix_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the matrix among the arguments of a decomposition."""
     return next((X for X in (*args, *kwargs.values()) if isinstance(X, Tensor)), None)
 
@@ -219,7 +224,7 @@ def outputs_of(call: Call, result: Any) -> dict[str, Tensor]:
         return _outputs_of_ours(result)
     if call.function.endswith("cholesky_ex"):
         return {"factor": result[0], "info": result[1]}
-    return {{"eigvalsh": "L", "svdvals": "S"}.get(call.kind, "result"): result}
+    return {{"eigvalsh": "L", "svdvals": "S", "cholesky": "factor"}.get(call.kind, "result"): result}
 
 
 def _outputs_of_ours(result: Any) -> dict[str, Tensor]:
@@ -237,9 +242,15 @@ def _wide(X: Tensor, ndim: int) -> Tensor:
     return X.reshape(-1, *X.shape[-ndim:])
 
 
-def measure(call: Call, outputs: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _is_finite(A: Tensor) -> bool:
+    return cmath.isfinite(A.sum().item()) or bool(torch.isfinite(A).all())  # the sum is cheap
+
+
+def measure(call: Call, A: Tensor, outputs: dict[str, Tensor]) -> None:
     """Measure the matrix of a call, by the eigenvalues that the call gives where it gives them."""
-    A = _matrix(args, kwargs)
+    call.finite_input = _is_finite(A)
+    if not call.finite_input:
+        return
     unit = _matrix_unit(A, call)
     if "L" in outputs or "S" in outputs:
         call.values = _wide(outputs["L"] if "L" in outputs else outputs["S"], 1)
@@ -252,7 +263,7 @@ def measure(call: Call, outputs: dict[str, Tensor], args: tuple[Any, ...], kwarg
             call.failure = "the matrix is not positive definite"
             call.values = _wide(torch.linalg.eigvalsh(A.detach()), 1)
         else:
-            call.values = _cholesky_values(A.detach(), next(iter(outputs.values())).detach(), call.options)
+            call.values = _cholesky_values(A.detach(), outputs["factor"].detach(), call.options)
     else:
         call.values = torch.linalg.eigvalsh(_wide(A, 2))
     if call.kind == "svd":
@@ -280,9 +291,9 @@ def _cholesky_values(A: Tensor, L: Tensor, options: dict[str, Any]) -> Tensor:
     return _wide(torch.stack([smallest, torch.maximum(largest, smallest)], -1), 1)
 
 
-def measure_failure(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def measure_failure(call: Call, A: Tensor) -> None:
     """Find out why a decomposition raised; time no longer matters here."""
-    A = _matrix(args, kwargs)
+    call.finite_input = _is_finite(A)
     if call.finite_input and call.shape[-1] == call.shape[-2]:
         wide = covariance(_wide(A, 2)) if call.of_samples else _wide(A, 2)
         call.values = torch.linalg.eigvalsh((wide + wide.mH) / 2)

@@ -1,9 +1,10 @@
 """Following eigenvalues to the function that is applied to them: ``l.clamp(min=0).sqrt()`` is a square root."""
 
+import functools
+import weakref
 from typing import Any
 
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = ["Flow", "Use"]
 
@@ -65,28 +66,37 @@ class Flow:
     """The tensors that are functions of eigenvalues; they are held weakly."""
 
     def __init__(self) -> None:
-        self._known: Any = WeakTensorKeyDictionary()
+        self._known: dict[int, tuple[Any, Use, float | str]] = {}
+
+    def __bool__(self) -> bool:
+        """Return whether anything is followed."""
+        return bool(self._known)
 
     def begin(self, eigenvalues: Tensor, use: Use) -> None:
         """Follow these eigenvalues from now on."""
-        self._known[eigenvalues] = (use, 1.0)
+        self._follow(eigenvalues, use, 1.0)
+
+    def _follow(self, tensor: Tensor, use: Use, function: float | str) -> None:
+        key = id(tensor)
+        reference = weakref.ref(tensor, functools.partial(self._known.pop, key))  # gone with the tensor
+        self._known[key] = (reference, use, function)
 
     def step(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Look at one call of a torch function that is called ``name``."""
-        if name not in _FOLLOWED or not isinstance(result, Tensor) or not self._known:
+        if name not in _FOLLOWED or not isinstance(result, Tensor):
             return
-        position = next((i for i, X in enumerate(args[:2]) if isinstance(X, Tensor) and X in self._known), None)
+        position = next((i for i, X in enumerate(args[:2]) if id(X) in self._known), None)
         if position is None or result.ndim > args[position].ndim + 1:
             return
-        use, exponent = self._known[args[position]]
+        _, use, exponent = self._known[id(args[position])]
         if name in _SAME or (name in _DIVISIONS and position == 0):
             if result.shape[-1:] == args[position].shape[-1:] or name == "__getitem__":
-                self._known[result] = (use, exponent)
+                self._follow(result, use, exponent)
             return
         function = _applied(name, args, position, exponent)
         if function is not None:
             use.replace(exponent, function)
-            self._known[result] = (use, function)
+            self._follow(result, use, function)
 
 
 def _applied(name: str, args: tuple[Any, ...], position: int, exponent: float | str) -> float | str | None:

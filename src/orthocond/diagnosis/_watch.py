@@ -13,16 +13,19 @@ from torch.overrides import TorchFunctionMode
 
 from orthocond._core.private import graph_task_id
 from orthocond.diagnosis._calls import (
+    MEASURED,
     Call,
     begin,
     entry_of,
     is_ours,
+    matrix_of,
     measure,
     measure_failure,
     measure_gradient,
     outputs_of,
 )
 from orthocond.diagnosis._flow import Flow
+from orthocond.diagnosis._record import Record, is_measuring
 from orthocond.errors import NonFiniteError, SolverError
 
 __all__ = ["Watch"]
@@ -34,26 +37,20 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.watches: list[Watch] = []
         """Those that are entered, innermost last."""
-        self.is_measuring = False
 
 
 _here = _Here()
 
 
 class Watch(TorchFunctionMode):
-    """The mode: calls each function unchanged, and records decompositions in ``calls``."""
+    """The mode: calls each function unchanged, and records decompositions."""
 
     def __init__(
-        self,
-        names: dict[int, str],
-        calls: list[Call],
-        notes: list[str],
-        after_backward: Callable[[Tensor], None] | None = None,
+        self, names: dict[int, str], record: Record, after_backward: Callable[[Tensor], None] | None = None
     ) -> None:
         super().__init__()
         self.names = names
-        self.calls = calls
-        self.notes = notes
+        self.record = record
         self.handles: list[Any] = []
         self.flow = Flow()
         self.after_backward = after_backward
@@ -74,12 +71,13 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         """Call the function, and observe it if it is a decomposition."""
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or _here.is_measuring:
+        if torch.compiler.is_compiling() or is_measuring():
             return function(*args, **kwargs)
         entry = entry_of(function, args)
         if entry is None:
             result = function(*args, **kwargs)
-            self.flow.step(getattr(function, "__name__", ""), args, result)
+            if self.flow:
+                self.flow.step(getattr(function, "__name__", ""), args, result)
             if function is torch.Tensor.backward and self.after_backward is not None:
                 self.after_backward(args[0])
             return result
@@ -89,50 +87,35 @@ class Watch(TorchFunctionMode):
         frame = sys._getframe(2)
         if entry[1] != "ours" and is_ours(frame):
             return function(*args, **kwargs)  # inside a function of ours, which is seen as a whole
-        call = self._guarded(lambda: begin(function, entry, frame, self.names, args, kwargs))
+        call: Call | None = self.record.guarded(begin, function, entry, frame, self.names, args, kwargs)
         if call is None:
             return function(*args, **kwargs)
         try:
             result = function(*args, **kwargs)
         except (LinAlgError, NonFiniteError, SolverError) as error:
             call.failure = str(error)
-            self._guarded(lambda: measure_failure(call, args, kwargs))
-            self.calls.append(call)
+            self.record.guarded(measure_failure, call, matrix_of(args, kwargs))
+            self.record.calls.append(call)
             raise
-        self._guarded(lambda: self._finish(call, result, args, kwargs))
+        self.record.guarded(self._finish, call, result, matrix_of(args, kwargs))
         return result
 
-    def _finish(self, call: Call, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _finish(self, call: Call, result: Any, A: Tensor) -> None:
         outputs = outputs_of(call, result)
-        self.calls.append(call)
+        self.record.calls.append(call)
         if call.kind != "ours" and ("L" in outputs or "S" in outputs):
             self.flow.begin(outputs["L"] if "L" in outputs else outputs["S"], call.use)
-        if call.finite_input:
-            measure(call, outputs, args, kwargs)
+        self.record.later(measure, call, A, {name: outputs[name] for name in MEASURED if name in outputs})
         node = next((output.grad_fn for output in outputs.values() if output.grad_fn is not None), None)
         if node is None:
             return
         call.requires_grad = True
-        vectors = {name: output.detach() for name, output in outputs.items() if name in ("U", "Vh")}
+        vectors = {name: outputs[name].detach() for name in ("U", "Vh") if name in outputs}
 
         def hook(backs: tuple[Tensor | None, ...], incoming: tuple[Tensor | None, ...]) -> None:
-            self._guarded(lambda: measure_gradient(call, vectors, backs, incoming))
+            self.record.guarded(self.record.later, measure_gradient, call, vectors, backs, incoming)
 
         self.handles.append(node.register_hook(hook))
-
-    def _guarded(self, step: Callable[[], Any]) -> Any:
-        """Measure without side effects: no watch, no graph, and no exception of ours in the user's training."""
-        try:
-            _here.is_measuring = True
-            with torch.no_grad():
-                return step()
-        except Exception as error:
-            note = f"A call could not be analysed ({type(error).__name__}: {error})."
-            if note not in self.notes:
-                self.notes.append(note)
-            return None
-        finally:
-            _here.is_measuring = False
 
     def follow(self, model: nn.Module) -> None:
         """Watch the modules of a model where the mode is not active: in other threads, and in a backward pass."""

@@ -122,7 +122,7 @@ def measure(cell: Cell, **_: bool) -> list[dict[str, Any]]:
             "truth": cell.truth,
             "dtype": cell.dtype,
             "condition": cell.condition,
-            "sizes": list(cell.sizes),
+            "sizes": f"{min(cell.sizes)}x{min(cell.sizes)} to {max(cell.sizes)}x{max(cell.sizes)}",
             "function": name,
             "contestant": who,
             "problems": len(own),

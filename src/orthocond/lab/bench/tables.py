@@ -189,11 +189,10 @@ def _accuracy(records: Records, truth: str) -> Table:
             row += [f"{sum(r['not_finite'] for r in own)}", f"{100 * sum(r['within'] for r in own) / total:.1f}%"]
         rows.append(row)
     parts = ("value", "gradient", "not finite", "as good as can be")
-    sizes = [size for r in records for size in r["sizes"]]
     return Table(
         f"Spectral functions against {truth}",
         f"{sum(r['problems'] for r in records if r['contestant'] == OURS) // len(FUNCTIONS) // len(dtypes)} matrices "
-        f"for each function and dtype, {min(sizes)}x{min(sizes)} to {max(sizes)}x{max(sizes)}, with gaps from 0 to 0.1 "
+        f"for each function and dtype, {records[0]['sizes']}, with gaps from 0 to 0.1 "
         f"and condition numbers from 1 to {max(r['condition'] for r in records):.0e}. {_TRUTH_NOTES[truth]} Largest "
         f"relative errors of value and gradient up to condition {_MILD:.0e}; the number of matrices with a result or a "
         "gradient that is not finite; and the share within the promised errors, or 100 times what rounding the entries "
