@@ -25,6 +25,7 @@ from torch import Tensor
 
 from orthocond._core.applying import applied, with_forward_mode
 from orthocond._core.precision import autocast_off
+from orthocond.linalg._counts import count_failure
 from orthocond.linalg._decompose import check_finite, decompose, svd
 from orthocond.linalg._eigen import Context, batched, symmetric
 from orthocond.linalg._jacobi import jacobi_svd, pays_off
@@ -84,9 +85,17 @@ def _factor(A: Tensor, k: int, rtol: float) -> Factor:
 
 def _signed_svd(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``U``, ``p`` and ``V`` with ``A = U diag(p) V^T``, ``det U V^T = 1``, and ``p`` descending in size."""
-    rotated = jacobi_svd(A) if pays_off(A) else None
-    if rotated is not None:
-        return rotated
+    if pays_off(A):
+        U, p, V, wrong = jacobi_svd(A)
+        if wrong is not None:  # these are left to LAPACK
+            count_failure("svd", int(wrong.sum()))
+            wrong = wrong.view(A.shape[:-2])
+            U[wrong], p[wrong], V[wrong] = _signed_svd_by_lapack(A[wrong])
+        return U, p, V
+    return _signed_svd_by_lapack(A)
+
+
+def _signed_svd_by_lapack(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     U, p, Vh = svd(A)
     sign = torch.ones_like(p)
     sign[..., -1] = torch.where(torch.linalg.det(U @ Vh) > 0, 1.0, -1.0)

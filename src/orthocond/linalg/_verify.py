@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Verdict", "verified_eigen", "verified_svd"]
+__all__ = ["Verdict", "allowed_error", "probe", "verified_eigen", "verified_svd"]
 
 _ALLOWED = 500
 _probes: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, list[float]]] = {}
@@ -49,19 +49,18 @@ def verified_eigen(A: Tensor, eigenvalues: Tensor, U: Tensor, asymmetry: Tensor 
     n = A.shape[-1]
     if not A.numel():
         return Verdict(None, 0.0, 0.0)
-    about = torch.finfo(A.dtype)
-    bound = _ALLOWED * n * about.eps
+    bound, tiny = allowed_error(n, A.dtype)
     if A.numel() == n * n and A.device.type == "cpu" and not A.is_complex():
         # One matrix, and its numbers are at hand: they are compared faster than tensors.
         if A.ndim > 2:
             A, eigenvalues, U = A.view(n, n), eigenvalues.view(n), U.flatten(0, -3).squeeze(0)
-        x, entries = _probe(n, A.dtype, A.device)
+        x, entries = probe(n, A.dtype, A.device)
         y = U.mT.mv(x)
         values = eigenvalues.tolist()
         largest = max(values[-1], -values[0])
         right = (
             math.dist(U.mv(y).tolist(), entries) <= bound
-            and math.dist(U.mv(y.mul_(eigenvalues)).tolist(), A.mv(x).tolist()) < bound * largest + about.tiny
+            and math.dist(U.mv(y.mul_(eigenvalues)).tolist(), A.mv(x).tolist()) < bound * largest + tiny
             and values == sorted(values)
         )
         wrong = None if right else torch.ones(1, dtype=torch.bool)
@@ -76,7 +75,7 @@ def verified_eigen(A: Tensor, eigenvalues: Tensor, U: Tensor, asymmetry: Tensor 
     smallest, largest = eigenvalues[:, 0], torch.maximum(eigenvalues[:, -1], -eigenvalues[:, 0])
     right = (
         (_sizes(turned) <= bound)
-        & (_sizes(residual) < bound * largest + about.tiny)
+        & (_sizes(residual) < bound * largest + tiny)
         & (eigenvalues[:, 1:] >= eigenvalues[:, :-1]).all(-1)
     )
     lowest = (smallest / torch.where(largest > 0, largest, 1.0)).amin()
@@ -97,15 +96,20 @@ def verified_svd(A: Tensor, U: Tensor, singular_values: Tensor, Vh: Tensor) -> T
     x, z = _probes_like(A, n), _probes_like(A, m)
     residual = torch.baddbmm(torch.bmm(U, torch.bmm(Vh, x) * s.unsqueeze(-1)), A, x, beta=-1)
     turned = torch.cat([torch.bmm(U, torch.bmm(U.mH, z)) - z, torch.bmm(Vh, torch.bmm(Vh.mH, z)) - z], -1)
-    about = torch.finfo(A.dtype)
-    bound = _ALLOWED * n * about.eps
+    bound, tiny = allowed_error(n, A.dtype)
     right = (
         (_sizes(turned) <= bound)
-        & (_sizes(residual) < bound * s[:, 0] + about.tiny)
+        & (_sizes(residual) < bound * s[:, 0] + tiny)
         & (s[:, 1:] <= s[:, :-1]).all(-1)
         & (s[:, -1] >= 0)
     )
     return None if right.all() else ~right
+
+
+def allowed_error(n: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the error that a right result may have: relative to the size of the matrices, and absolute."""
+    about = torch.finfo(dtype)
+    return _ALLOWED * n * about.eps, about.tiny
 
 
 def _sizes(x: Tensor) -> Tensor:
@@ -115,10 +119,10 @@ def _sizes(x: Tensor) -> Tensor:
 
 def _probes_like(A: Tensor, n: int) -> Tensor:
     """Return the vector for each of the matrices ``A`` ``(b, ...)``: ``(b, n, 1)``."""
-    return _probe(n, A.dtype, A.device)[0].view(1, n, 1).expand(A.shape[0], n, 1)
+    return probe(n, A.dtype, A.device)[0].view(1, n, 1).expand(A.shape[0], n, 1)
 
 
-def _probe(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[float]]:
+def probe(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[float]]:
     """Return the vector ``(n,)``, and its entries: always the same for a size, so that results can be reproduced.
 
     It comes from a generator of its own: the user's random state stays as it is. No entry is small, so that diagonal
@@ -133,9 +137,9 @@ def _probe(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, li
     norm = math.hypot(*entries)
     with torch.inference_mode(False):
         x = torch.tensor([entry / norm for entry in entries], dtype=dtype, device=device)
-    probe = (x, x.tolist())
+    made = (x, x.tolist())
     if type(x) is Tensor:  # and no fake of it
         if len(_probes) >= _MOST_PROBES:
             _probes.clear()
-        _probes[key] = probe
-    return probe
+        _probes[key] = made
+    return made
