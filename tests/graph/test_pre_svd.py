@@ -290,6 +290,18 @@ def test_the_meta_layer_behind_a_layer_is_not_shared_with_another():
         meta_layer_behind(model, "skip", model.skip, IMAGES)
 
 
+def compiled_in_place(module):
+    module.compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize("compiled", [lambda part: torch.compile(part, backend="eager"), compiled_in_place])
+def test_the_meta_layer_behind_a_layer_is_seen_in_a_compiled_part(compiled):
+    part = nn.Sequential(nn.Linear(6, 4), DecorrelatedBatchNorm1d(4))
+    model = nn.Sequential(compiled(part), nn.ReLU())
+    assert meta_layer_behind(model, "0.0", part[0]) is part[1]
+
+
 class Batched(nn.Module):
     """A model that takes a batch as one dict."""
 

@@ -105,6 +105,15 @@ def test_the_logger_gets_condition_numbers_and_what_the_treatment_did(tmp_path):
     assert "net.1" in str(callbacks[1].monitor)
 
 
+def test_weights_and_biases_gets_them_too(wandb, tmp_path):
+    logger = lightning.pytorch.loggers.WandbLogger(save_dir=tmp_path, offline=True)
+    callbacks = [TreatmentCallback("net.0", "ol+nog"), ConditionCallback(layers=["net.2"])]
+    trainer(tmp_path, callbacks, logger=logger).fit(Module(), loader())
+    summary = dict(logger.experiment.summary)
+    assert {"condition/net.1/cond", "condition/net.2/cond_support", "treatment/net.0/penalty"} <= set(summary)
+    assert (summary["condition/net.1/rank"], summary["trainer/global_step"]) == (4, 5)
+
+
 def test_accumulated_batches_log_once_for_each_step(tmp_path):
     logger = lightning.pytorch.loggers.CSVLogger(tmp_path, name="", version="")
     logged = []
@@ -122,6 +131,40 @@ def test_the_layer_is_found_from_the_example_input(tmp_path):
     callback = TreatmentCallback("auto", "nog+gauge")
     trainer(tmp_path, [callback], epochs=1).fit(module, loader())
     assert callback.treatment.name == "net.0"
+
+
+class Compiled(Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.compile(self.net, backend="aot_eager")
+
+
+class CompiledInPlace(Module):
+    def __init__(self):
+        super().__init__()
+        self.net.compile(backend="aot_eager")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of torch.compile's own
+@pytest.mark.parametrize("spec", ["nog+ow+olr", "ol+nog+gauge"])
+@pytest.mark.parametrize("make", [lambda: torch.compile(Module(), backend="aot_eager"), Compiled, CompiledInPlace],
+                         ids=["module", "part", "in place"])  # fmt: skip
+def test_compiled_modules_train_like_others(make, spec, tmp_path):
+    torch.compiler.reset()
+    runs = []
+    for module in (Module(), make()):
+        callbacks = [TreatmentCallback("net.0", spec), ConditionCallback(layers=["net.2"])]
+        for epochs in (1, 2):  # the second fit finds compiled code
+            trainer(tmp_path, callbacks, epochs=epochs).fit(module, loader())
+        runs.append((callbacks[0].treatment.last, callbacks[1].monitor.history(), list(module.parameters())))
+    (plain, records, weights), (last, history, others) = runs
+    assert list(last) == list(plain)
+    assert [(r["step"], r["layer"], r["rank"]) for r in history] == [
+        (r["step"], r["layer"], r["rank"]) for r in records
+    ]
+    assert len(records) == 2 * 6
+    for a, b in zip(weights, others, strict=True):
+        assert torch.allclose(a, b, atol=1e-3)
 
 
 def test_a_checkpoint_of_another_treatment_is_refused(tmp_path):

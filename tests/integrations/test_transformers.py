@@ -112,6 +112,32 @@ def test_the_reports_get_condition_numbers_and_what_the_treatment_did(tmp_path):
     assert b"condition/net.1/rank" in b"".join(file.read_bytes() for file in tmp_path.rglob("events.out.*"))
 
 
+def test_weights_and_biases_gets_them_too(wandb, tmp_path):
+    callbacks = [TreatmentCallback("net.0", "ol+nog"), ConditionCallback(layers=["net.2"])]
+    trainer(tmp_path, callbacks, report_to="wandb").train()
+    summary = dict(wandb.run.summary)
+    wanted = {"condition/net.1/cond", "condition/net.2/cond_support", "treatment/net.0/penalty"}
+    assert {f"train/{name}" for name in wanted} <= set(summary)  # the prefix is that of the trainer
+    assert (summary["train/condition/net.1/rank"], summary["train/global_step"]) == (4, 6)
+
+
+@pytest.mark.parametrize("spec", ["nog+ow+olr", "ol+nog+gauge"])
+def test_a_compiled_model_trains_like_another(spec, tmp_path):
+    torch.compiler.reset()
+    runs = []
+    for options in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
+        callbacks = [TreatmentCallback("net.0", spec), ConditionCallback(layers=["net.2"])]
+        made = trainer(tmp_path, callbacks, **options)
+        made.train()
+        logged = [(logs["step"], sorted(logs), logs["condition/net.1/rank"]) for logs in made.state.log_history[:-1]]
+        runs.append((logged, list(made.model.parameters())))
+    (plain, weights), (compiled, others) = runs
+    assert [step for step, *_ in plain] == [2, 4, 6]
+    assert compiled == plain
+    for a, b in zip(weights, others, strict=True):
+        assert torch.allclose(a, b, atol=1e-3)
+
+
 def test_a_callback_that_comes_too_late_or_whose_model_was_replaced_says_so(tmp_path):
     late = trainer(tmp_path, [])
     late.add_callback(TreatmentCallback("net.0", "ow"))

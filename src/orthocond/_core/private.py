@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "set_forward_mode",
     "transforms_are_active",
     "tree_map_only",
+    "uncompiled_call",
     "unwrap_dead_wrappers",
 ]
 
@@ -107,3 +108,12 @@ def num_compiled_frames() -> int:
     """Return how many frames `torch.compile` is known to have compiled in this process."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return int(counters.get("frames", {}).get("ok", 0))
+
+
+def uncompiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the call of a compiled module as it was before `torch.compile`, or None if it isn't compiled."""
+    if isinstance(original := getattr(module, "_orig_mod", None), nn.Module):  # torch.compile(module)
+        return original
+    if getattr(module, "_compiled_call_impl", None) is not None:  # module.compile()
+        return getattr(module, "_call_impl", module.forward)
+    return None

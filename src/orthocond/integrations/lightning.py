@@ -1,10 +1,8 @@
 """Callbacks for Lightning's ``Trainer``: treatments, and condition numbers in the logger."""
 
-from collections.abc import Iterable
 from typing import Any
 
-from orthocond import ConditionMonitor, treat
-from orthocond.integrations.metrics import condition_metrics, treatment_metrics
+from orthocond.integrations.callbacks import Treating, Watching
 from orthocond.treatments import Treatment, TreatmentGroup
 
 try:
@@ -39,7 +37,7 @@ class _LoggingCallback(Callback):
                 logger.log_metrics(metrics, step=trainer.global_step - 1)
 
 
-class TreatmentCallback(_LoggingCallback):
+class TreatmentCallback(Treating, _LoggingCallback):
     """Puts a treatment on a layer of the LightningModule.
 
     The weight is treated when the trainer sets the module up, and the treatment is attached to the optimizer that
@@ -57,15 +55,6 @@ class TreatmentCallback(_LoggingCallback):
         TreatmentCallback(layer='model.conv1', spec='nog+ow+olr')
     """
 
-    def __init__(self, layer: str, spec: Any, *, example_input: Any = None) -> None:
-        self.layer, self.spec, self.example_input = layer, spec, example_input
-        self.treatment: Treatment | TreatmentGroup | None = None
-        """The treatment, from the first time the trainer sets the module up."""
-        self._module: LightningModule | None = None
-
-    def __repr__(self) -> str:
-        return f"TreatmentCallback(layer={self.layer!r}, spec={self.spec!r})"
-
     @property
     def state_key(self) -> str:
         """The key of the state in checkpoints, one for each layer."""
@@ -73,20 +62,13 @@ class TreatmentCallback(_LoggingCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Treat the layer, unless this module is treated already."""
-        if self._module is not pl_module:
-            example = pl_module.example_input_array if self.example_input is None else self.example_input
-            self.treatment = treat(pl_module, self.layer, self.spec, example_input=example)
-            self._module = pl_module
+        self.treat(pl_module, pl_module.example_input_array)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the treatment, before the optimizer's state is restored."""
         assert self.treatment is not None
         self.treatment.detach()  # from the optimizer of a fit that was interrupted
         self.treatment.attach(holding(self.treatment, trainer.optimizers), penalty=True)
-
-    def numbers(self) -> dict[str, float]:
-        """Return what the last step did."""
-        return {} if self.treatment is None else treatment_metrics(self.treatment)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Detach the treatment; the weight stays as it is, and a second fit attaches it again."""
@@ -103,7 +85,7 @@ class TreatmentCallback(_LoggingCallback):
             self.treatment.load_state_dict(state_dict)
 
 
-class ConditionCallback(_LoggingCallback):
+class ConditionCallback(Watching, _LoggingCallback):
     """Logs rank and condition numbers of the module's meta-layers, as ``condition/<layer>/<number>``.
 
     The newest record is logged every ``log_every_n_steps`` steps of the trainer, to all of its loggers.
@@ -118,29 +100,15 @@ class ConditionCallback(_LoggingCallback):
         ConditionCallback(every=10, layers=['model.bn1'], rtol=None)
     """
 
-    def __init__(self, *, every: int = 1, layers: Iterable[str] | None = None, rtol: float | None = None) -> None:
-        self.every, self.rtol = every, rtol
-        self.layers = None if layers is None else list(layers)
-        self.monitor: ConditionMonitor | None = None
-        """The monitor of the last fit: ``print`` it."""
-
-    def __repr__(self) -> str:
-        return f"ConditionCallback(every={self.every}, layers={self.layers}, rtol={self.rtol})"
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to watch, in the process that logs."""
-        self.on_fit_end()
+        self.stop()  # a fit that was interrupted
         if trainer.is_global_zero:
-            self.monitor = ConditionMonitor(pl_module, self.every, layers=self.layers, rtol=self.rtol)
+            self.watch(pl_module)
 
-    def numbers(self) -> dict[str, float]:
-        """Return the newest records."""
-        return {} if self.monitor is None else condition_metrics(self.monitor)
-
-    def on_fit_end(self, *_: Any) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop watching."""
-        if self.monitor is not None:
-            self.monitor.close()
+        self.stop()
 
 
 def holding(treatment: Treatment | TreatmentGroup, optimizers: list[Any]) -> Any:

@@ -1,13 +1,10 @@
 """Callbacks for the ``Trainer`` of Hugging Face Transformers: treatments, and condition numbers in its logs."""
 
 import gc
-from collections.abc import Iterable
 from typing import Any
 
-from orthocond import ConditionMonitor, treat
 from orthocond.errors import ArgumentError
-from orthocond.integrations.metrics import condition_metrics, treatment_metrics
-from orthocond.treatments import Treatment, TreatmentGroup
+from orthocond.integrations.callbacks import Treating, Watching
 
 try:
     from transformers import TrainerCallback
@@ -47,7 +44,7 @@ class _LoggingCallback(TrainerCallback):
                 holder.insert(0, self)
 
 
-class TreatmentCallback(_LoggingCallback):
+class TreatmentCallback(Treating, _LoggingCallback):
     """Puts a treatment on a layer of the trainer's model.
 
     The weight is treated when the ``Trainer`` is made, and the treatment is attached to the optimizer that the trainer
@@ -68,32 +65,19 @@ class TreatmentCallback(_LoggingCallback):
         TreatmentCallback(layer='vit.embeddings.patch_embeddings.projection', spec='nog')
     """
 
-    def __init__(self, layer: str, spec: Any, *, example_input: Any = None) -> None:
-        self.layer, self.spec, self.example_input = layer, spec, example_input
-        self.treatment: Treatment | TreatmentGroup | None = None
-        """The treatment, from the time the trainer is made."""
-        self._model: Any = None
-        self._handle: Any = None
-
-    def __repr__(self) -> str:
-        return f"TreatmentCallback(layer={self.layer!r}, spec={self.spec!r})"
-
-    def numbers(self) -> dict[str, float]:
-        """Return what the last step did."""
-        return {} if self.treatment is None else treatment_metrics(self.treatment)
+    _handle: Any = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
         """Treat the layer, before the trainer makes its optimizer."""
         self._go_first()
-        if model is not None and self._model is not model:
-            self.treatment = treat(model, self.layer, self.spec, example_input=self.example_input)
-            self._model = model
+        if model is not None:
+            self.treat(model)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
         """Attach the treatment, and take over its state from the checkpoint that the optimizer was loaded from."""
-        if self.treatment is None or self._model is not model:
+        if self.treatment is None or self.model is not model:
             raise ArgumentError(
                 "TreatmentCallback has not treated the model that is trained: it was added after the trainer was made, "
                 "or the trainer made a new model (model_init); pass the model itself, and the callback in "
@@ -126,7 +110,7 @@ class TreatmentCallback(_LoggingCallback):
             self._handle = None
 
 
-class ConditionCallback(_LoggingCallback):
+class ConditionCallback(Watching, _LoggingCallback):
     """Logs rank and condition numbers of the model's meta-layers, as ``condition/<layer>/<number>``.
 
     The newest record is logged with the training loss, every ``logging_steps`` steps.
@@ -141,27 +125,13 @@ class ConditionCallback(_LoggingCallback):
         ConditionCallback(every=10, layers=['classifier'], rtol=None)
     """
 
-    def __init__(self, *, every: int = 1, layers: Iterable[str] | None = None, rtol: float | None = None) -> None:
-        self.every, self.rtol = every, rtol
-        self.layers = None if layers is None else list(layers)
-        self.monitor: ConditionMonitor | None = None
-        """The monitor of the last training: ``print`` it."""
-
-    def __repr__(self) -> str:
-        return f"ConditionCallback(every={self.every}, layers={self.layers}, rtol={self.rtol})"
-
-    def numbers(self) -> dict[str, float]:
-        """Return the newest records."""
-        return {} if self.monitor is None else condition_metrics(self.monitor)
-
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
         """Begin to watch, in the process that logs."""
         self._go_first()
-        self.on_train_end()
+        self.stop()  # a training that was interrupted
         if state.is_world_process_zero:
-            self.monitor = ConditionMonitor(model, self.every, layers=self.layers, rtol=self.rtol)
+            self.watch(model)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Stop watching."""
-        if self.monitor is not None:
-            self.monitor.close()
+        self.stop()
