@@ -47,7 +47,7 @@ def test_records_are_those_of_the_spectrum():
     assert history[0]["cond_eps"] == pytest.approx(truth.cond_eps.item(), rel=1e-6)
     assert history[0]["cond"] > 1e6
     assert history[0]["failures"] == 0
-    assert all(type(value) in (int, float, str) for record in history for value in record.values())
+    assert all(type(value) in (int, float, str, bool) for record in history for value in record.values())
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -146,7 +146,56 @@ def test_a_second_compiled_model_of_a_class_is_watched_and_one_that_was_called_b
         assert [record["layer"] for record in monitor.history()] == ["1", "3"]
 
 
-KEYS = ["step", "layer", "mode", "cond", "cond_support", "cond_eps", "cond_floor", "rank", "failures"]
+KEYS = ["step", "layer", "mode", "cond", "cond_support", "cond_eps", "cond_floor", "rank", "failures", "estimated"]
+
+
+def gapped(x):
+    """Features whose covariance has a gap: 5 of 8 channels are sums of the others."""
+    mix = torch.cat([torch.eye(3), 0.7 * noise(5, 3)])
+    return torch.einsum("ij,bjhw->bihw", mix, x)
+
+
+def test_products_are_shown_by_estimates_and_exactly_if_asked(monkeypatch):
+    model, inputs = nn.Sequential(DecorrelatedBatchNorm2d(8, solver="products")), noise(8, 3, 9, 9)
+    x = gapped(inputs)
+    truth = spectrum(covariance(x.movedim(1, 0).flatten(1)), rtol=1e-5)
+    with ConditionMonitor(model, exact_every=2) as monitor:
+        model(x)
+        monkeypatch.setattr(torch.linalg, "eigh", None)
+        monkeypatch.setattr(torch.linalg, "eigvalsh", None)
+        model(x)  # without any decomposition
+    monkeypatch.undo()
+    exact, estimate = monitor.history()
+    assert (exact["estimated"], estimate["estimated"]) == (False, True)
+    assert exact["rank"] == estimate["rank"] == truth.rank == 3
+    assert exact["cond_support"] == pytest.approx(truth.cond_support.item(), rel=1e-5)
+    assert 0.95 * exact["cond_support"] <= estimate["cond_support"] <= 1.001 * exact["cond_support"]
+    assert all(math.isnan(estimate[name]) for name in ("cond", "cond_eps", "cond_floor"))
+    row = str(monitor).splitlines()[-1].split()
+    assert row[4:9] == ["~3", "-", f"~{estimate['cond_support']:.3g}", "-", "-"]
+    written = []
+    monitor.log(type("Writer", (), {"add_scalar": lambda self, *args: written.append(args[0])})(), step=0)
+    assert [name.rpartition("/")[2] for name in written] == ["cond_support", "rank", "failures"]
+    with pytest.raises(ArgumentError, match="exact_every >= 1"):
+        ConditionMonitor(model, exact_every=0)
+
+
+def test_estimates_of_full_rank_and_with_eps():
+    x = noise(8, 4, 9, 9) * torch.tensor([1.0, 0.9, 0.8, 0.7]).view(4, 1, 1)
+    for eps, names in ((0.0, ("cond", "cond_support", "cond_eps")), (0.2, ("cond_eps",))):
+        model = nn.Sequential(DecorrelatedBatchNorm2d(4, eps, groups=2, solver="products"))
+        with ConditionMonitor(model) as monitor:
+            model(x)
+        with ConditionMonitor(model, exact_every=1) as other, ConditionMonitor(model, eps=0.1) as third:
+            model(x)
+        (estimate,), (exact,) = monitor.history(), other.history()
+        for name in ("cond", "cond_support", "cond_eps"):
+            if name in names:
+                assert estimate[name] == pytest.approx(exact[name], rel=0.05)
+            else:
+                assert math.isnan(estimate[name])
+        assert estimate["rank"] == exact["rank"] == 2
+        assert math.isnan(third.history()[0]["cond_eps"])  # of another matrix than the layer inverted
 
 
 def plain():

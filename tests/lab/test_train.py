@@ -95,6 +95,39 @@ def test_every_method_takes_steps_on_the_digits(tmp_path, name, method):
     assert all((record["cond"] is not None) == is_watched for record in records)
 
 
+def test_adamw_takes_its_own_steps_with_treatments(tmp_path):
+    learned = train(digits(steps=110, method="svd+nog+olr+gauge", **ADAMW), tmp_path / "adamw")
+    assert learned.val_error < 40
+    state = torch.load(tmp_path / "adamw" / "checkpoint.pt", weights_only=True)["optimizer"]
+    assert state["param_groups"][0]["betas"] == (0.9, 0.999)
+    assert set(state["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert any(record["gauged"] for record in read_records(tmp_path / "adamw", "step"))
+    with pytest.raises(ArgumentError, match="first beta of adamw"):
+        digits(momentum=1.0, optimizer="adamw")
+    with pytest.raises(ArgumentError, match="optimizer"):
+        digits(optimizer="adagrad")
+
+
+def test_products_record_their_fall_backs_and_that_their_numbers_are_estimates(tmp_path):
+    outcome = train(digits(steps=30, method="products+gauge", monitor_exact=10), tmp_path / "run")
+    steps = read_records(tmp_path / "run", "step")
+    assert [record["step"] for record in steps if not record["estimated"]] == [1, 11, 21]
+    assert {type(record["cond_support"]) for record in steps} == {float}
+    assert all(record["cond_floor"] is None for record in steps if record["estimated"])
+    # Whatever is not decomposed lies inside the solver's bounds, and what gauge has to change doesn't.
+    assert 0 < sum(record["fallbacks"] for record in steps) < 30
+    for record in steps:
+        assert record["fallbacks"] or record["cond_before"] <= 16.0
+        assert record["fallbacks"] in (0, 1)
+    train(digits(steps=3), tmp_path / "other")
+    assert all("fallbacks" not in record for record in read_records(tmp_path / "other", "step"))
+    assert {row.method for section in read_report([tmp_path]).sections for row in section.rows} == {
+        "products+gauge",
+        "svd",
+    }
+    assert outcome.state == "finished"
+
+
 @pytest.mark.parametrize("method", method_list("all", with_gauge=False))
 def test_every_method_takes_steps_on_the_paper_s_networks(tmp_path, images, method):
     """ResNet-50 with the CIFAR stem, and ResNet-18 with covariance pooling; small batches, of images of our own."""
@@ -105,9 +138,18 @@ def test_every_method_takes_steps_on_the_paper_s_networks(tmp_path, images, meth
     assert train(changed(preset("gcp-imagenet"), gcp), tmp_path / "gcp").step == 2
 
 
-@pytest.mark.parametrize("method", ["svd+sn+nog", "svd+nog+ow+olr", "svd+nog+gauge", "newton_schulz", "bn"])
-def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, method):
-    config = digits(steps=50, method=method, checkpoint_every=9)
+ADAMW = {"optimizer": "adamw", "learning_rate": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        *((method, {}) for method in ("svd+sn+nog", "svd+nog+ow+olr", "svd+nog+gauge", "newton_schulz", "bn")),
+        *((method, ADAMW) for method in ("svd+nog+olr+gauge", "svd+nog+ow+olr", "products+gauge")),
+    ],
+)
+def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path, method, settings):
+    config = digits(steps=50, method=method, checkpoint_every=9, **settings)
     train(config, tmp_path / "whole")
 
     class Interrupting(Silent):

@@ -1,5 +1,7 @@
 """The solver of products alone: right inside its bounds, decomposed outside, and never wrong."""
 
+import threading
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -237,6 +239,28 @@ def test_gauge_with_products_decides_and_does_what_it_does_with_eigenvalues():
     fallbacks, total = model[1].num_fallbacks
     assert fallbacks == sum(gauged for gauged, _ in decisions)
     assert total == 40
+
+
+def test_a_layer_counts_its_own_fall_backs_whatever_other_threads_do(monkeypatch):
+    layer, other = (DecorrelatedBatchNorm2d(4, solver="products") for _ in range(2))
+    good = noise(8, 4, 6, 6)
+    bad = good * torch.tensor([1.0, 1.0, 1.0, 0.1]).view(4, 1, 1)
+    is_inside, may_leave, roots = threading.Event(), threading.Event(), products._roots
+
+    def waiting(*args):
+        if threading.current_thread() is thread:
+            is_inside.set()
+            assert may_leave.wait(60)
+        return roots(*args)
+
+    thread = threading.Thread(target=lambda: layer(good))
+    monkeypatch.setattr(products, "_roots", waiting)
+    thread.start()
+    assert is_inside.wait(60)
+    other(bad)
+    may_leave.set()
+    thread.join()
+    assert (layer.num_fallbacks, other.num_fallbacks) == ((0, 1), (1, 1))
 
 
 def test_a_layer_without_a_gap_says_so_once():

@@ -18,6 +18,7 @@ from orthocond.nn import CovariancePool2d
 from orthocond.treatments import TREATMENTS, canonical, split_outside
 
 __all__ = [
+    "OPTIMIZERS",
     "PLACE",
     "PRECISIONS",
     "SCHEDULES",
@@ -38,6 +39,7 @@ WATCHED = {
     "input": "computed again in float64, as cond_floor needs it",
     "none": "none",
 }
+OPTIMIZERS = {"sgd": "SGD with momentum", "adamw": "AdamW"}
 SCHEDULES = {
     "steps": "multiplied by gamma after each milestone, an epoch",
     "linear": "falls to a hundredth over the run, linearly",
@@ -99,9 +101,10 @@ class Config:
     epochs: int = _setting(1, "passes over the training images")
     steps: int | None = _setting(None, "stop after this many steps, whatever the number of epochs")
     batch_size: int = _setting(128, "images in a step, over all devices")
-    learning_rate: float = _setting(0.1, "initial learning rate")
-    momentum: float = _setting(0.9, "momentum of SGD")
-    weight_decay: float = _setting(5e-4, "weight decay of SGD")
+    optimizer: str = _setting("sgd", f"one of {', '.join(OPTIMIZERS)}")
+    learning_rate: float = _setting(0.1, "initial learning rate; for adamw about 0.001")
+    momentum: float = _setting(0.9, "momentum of SGD, or the first beta of AdamW")
+    weight_decay: float = _setting(5e-4, "weight decay")
     schedule: str = _setting("steps", f"learning-rate schedule: {', '.join(SCHEDULES)}")
     milestones: tuple[int, ...] = _setting((), "epochs after which the learning rate is multiplied by gamma: 30,45")
     gamma: float = _setting(0.1, "factor of the learning rate at a milestone")
@@ -121,6 +124,9 @@ class Config:
     evaluate_every: int = _setting(1, "epochs between validations; the last epoch is always validated")
     monitor: str = _setting("layer", "covariance that is watched: " + "; ".join(map(": ".join, WATCHED.items())))
     monitor_every: int = _setting(1, "steps between two records of the condition number")
+    monitor_exact: int | None = _setting(
+        None, "steps between exact condition numbers of products, which only estimates them; default: estimates alone"
+    )
     monitor_validation: bool = _setting(False, "also record condition numbers in validation")
 
     def __post_init__(self) -> None:
@@ -129,6 +135,7 @@ class Config:
         for name, choices in (
             ("model", MODELS),
             ("meta", ("dbn", "gcp")),
+            ("optimizer", OPTIMIZERS),
             ("schedule", SCHEDULES),
             ("precision", PRECISIONS),
             ("accelerator", ("auto", "cpu", "cuda", "mps")),
@@ -141,6 +148,8 @@ class Config:
             value = getattr(self, name)
             if value is not None and not least <= value < float("inf"):
                 raise ArgumentError(f"{name} must be at least {least}, got {value}.")
+        if self.optimizer == "adamw" and self.momentum >= 1:
+            raise ArgumentError(f"momentum is the first beta of adamw and must be below 1, got {self.momentum}.")
         if self.seed >= 2**63:
             raise ArgumentError(f"seed must be below 2^63, got {self.seed}.")
         if self.devices != "auto" and not (self.devices.isdecimal() and int(self.devices) > 0):
@@ -165,7 +174,8 @@ _LEAST = {
     **dict.fromkeys(("pad", "workers", "seed"), 0),
     **dict.fromkeys(("eps", "rtol", "learning_rate", "momentum", "weight_decay", "gamma"), 0.0),
     **dict.fromkeys(("resize", "crop", "width", "reduction", "epochs", "steps", "batch_size", "nodes", "threads"), 1),
-    **dict.fromkeys(("val_images", "checkpoint_every", "evaluate_every", "monitor_every", "prefetch"), 1),
+    **dict.fromkeys(("val_images", "checkpoint_every", "evaluate_every", "prefetch"), 1),
+    **dict.fromkeys(("monitor_every", "monitor_exact"), 1),
     "last_stride": 1,
     "num_classes": 2,
 }

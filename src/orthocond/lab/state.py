@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from lightning_fabric import Fabric
-from torch import Tensor
+from torch import Tensor, nn
 
 from orthocond.lab.config import Config
 from orthocond.lab.data import Data, Part
@@ -36,18 +36,13 @@ class RunState:
 
         seed_all(config.seed)
         self.network, self.treatment = network(config, data, sync=fabric.world_size > 1)
-        self.sgd = torch.optim.SGD(
-            self.network.parameters(),
-            lr=config.learning_rate,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-        )
+        self.plain_optimizer = _optimizer(config, self.network)
         if self.treatment is not None:
-            self.treatment.attach(self.sgd)
+            self.treatment.attach(self.plain_optimizer)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.sgd, learning_rate_factor(config, self.steps_per_epoch, self.total_steps)
+            self.plain_optimizer, learning_rate_factor(config, self.steps_per_epoch, self.total_steps)
         )
-        self.model, self.optimizer = fabric.setup(self.network, self.sgd)
+        self.model, self.optimizer = fabric.setup(self.network, self.plain_optimizer)
         self.totals = torch.zeros(
             4, dtype=torch.float32 if fabric.device.type == "mps" else torch.float64, device=fabric.device
         )
@@ -61,7 +56,7 @@ class RunState:
             "config": asdict(self.config),
             "step": self.step,
             "model": self.network.state_dict(),
-            "optimizer": self.sgd.state_dict(),
+            "optimizer": self.plain_optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "treatment": self.treatment.state_dict() if self.treatment is not None else None,
             "precision": self.fabric.strategy.precision.state_dict(),
@@ -109,9 +104,9 @@ class RunState:
     def load(self, state: dict[str, Any]) -> None:
         """Load the state from a checkpoint."""
         self.network.load_state_dict(state["model"])
-        self.sgd.load_state_dict(state["optimizer"])
+        self.plain_optimizer.load_state_dict(state["optimizer"])
         # A run of version 0.1 has one more group, for olr, with the schedule of the others.
-        num_groups = len(self.sgd.param_groups)
+        num_groups = len(self.plain_optimizer.param_groups)
         of_groups = {
             name: each[:num_groups] if isinstance(each, list) else each for name, each in state["scheduler"].items()
         }
@@ -154,6 +149,14 @@ class RunState:
             )
         folder.cut({"metrics.jsonl": 0, "times.jsonl": 0})
         return None
+
+
+def _optimizer(config: Config, network: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of a configuration for all parameters of a network."""
+    options: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(network.parameters(), betas=(config.momentum, 0.999), **options)
+    return torch.optim.SGD(network.parameters(), momentum=config.momentum, **options)
 
 
 def learning_rate_factor(config: Config, steps_per_epoch: int, total_steps: int) -> Callable[[int], float]:

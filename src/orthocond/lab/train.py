@@ -191,7 +191,7 @@ class _Run:
         assert self.watch is not None
         self.watch.step = self.state.step
         times = [time.perf_counter()]
-        scheduled = self.state.sgd.param_groups[0]["lr"]
+        scheduled = self.state.plain_optimizer.param_groups[0]["lr"]
         logits = self.state.model(x)
         loss = _loss(logits, y)
         penalty = self.state.treatment.penalty() if self.state.treatment is not None else 0.0
@@ -224,7 +224,8 @@ class _Run:
     def flush(self, *, reduce: bool = True) -> None:
         """Write down the steps since the last time, over all processes unless these can't agree.
 
-        The loss is their mean, failures of the solver their sum; condition numbers are those of the first process.
+        The loss is their mean, failures and fall-backs of the solver their sum; condition numbers are those of the
+        first process.
 
         Raises:
             DivergedError: the loss of one of them is not finite.
@@ -236,11 +237,12 @@ class _Run:
         stacked = torch.stack([loss for _, loss in self.pending])
         losses = (self.state.reduced(stacked, "mean") if reduce else stacked).tolist()
         own = [recorded(record["step"]) for record, _ in self.pending]
-        failures = torch.tensor([float(found["failures"]) for found in own])
-        counts = (self.state.reduced(failures, "sum") if reduce else failures).tolist()
+        counted = [name for name in ("failures", "fallbacks") if name in own[0]]
+        counts = torch.tensor([[float(found[name]) for name in counted] for found in own])
+        totals = (self.state.reduced(counts, "sum") if reduce else counts).long().tolist()
         records = [
-            {**record, "loss": loss, **found, "failures": int(count)}
-            for (record, _), loss, found, count in zip(self.pending, losses, own, counts, strict=True)
+            {**record, "loss": loss, **found, **dict(zip(counted, numbers, strict=True))}
+            for (record, _), loss, found, numbers in zip(self.pending, losses, own, totals, strict=True)
         ]
         self.pending.clear()
         if self.folder is not None:

@@ -2,8 +2,10 @@
 
 import threading
 from collections import Counter
+from types import TracebackType
+from typing import Self
 
-__all__ = ["count_failure", "count_fallbacks", "solver_failures", "solver_fallbacks"]
+__all__ = ["FallbackCount", "count_failure", "count_fallbacks", "solver_failures", "solver_fallbacks"]
 
 
 class _Counts:
@@ -85,3 +87,38 @@ def count_failure(solver: str, times: int = 1) -> None:
 def count_fallbacks(solver: str, times: int) -> None:
     """Count matrices that were decomposed for lack of a certificate."""
     _fallbacks.add(solver, times)
+    innermost: FallbackCount | None = getattr(_counting, "innermost", None)
+    if innermost is not None:
+        innermost.number += times
+
+
+_counting = threading.local()
+
+
+class FallbackCount:
+    """Counts the fall-backs inside a ``with`` block, in this thread: those of one layer, say.
+
+    Example:
+        >>> with FallbackCount() as outer:
+        ...     count_fallbacks("products", 2)
+        ...     with FallbackCount() as inner:
+        ...         count_fallbacks("products", 1)
+        >>> outer.number, inner.number
+        (3, 1)
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._outer: FallbackCount | None = None
+
+    def __enter__(self) -> Self:
+        self._outer = getattr(_counting, "innermost", None)
+        _counting.innermost = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _counting.innermost = self._outer
+        if self._outer is not None:
+            self._outer.number += self.number

@@ -30,7 +30,7 @@ from orthocond.graph import tensors, unwrapped
 from orthocond.linalg import covariance, solver_failures, spectrum
 from orthocond.linalg._covariance import noise_floor, trace
 from orthocond.monitor._calls import NOTHING_TO_WATCH, Callers
-from orthocond.monitor._measured import CONDITIONS, NUMBERS, Key, Measured, numbers
+from orthocond.monitor._measured import CONDITIONS, NUMBERS, Estimated, Key, Measured, Reading, cells, numbers
 from orthocond.nn import MetaLayer
 
 __all__ = ["ConditionMonitor"]
@@ -52,10 +52,11 @@ class ConditionMonitor:
     It watches every meta-layer, calls of `orthocond.linalg.matrix_inv_sqrth` and the other spectral functions in the
     code of the model's modules, and the ``layers`` that you name: any module whose input is a feature map, such as a
     plain BatchNorm. For meta-layers and calls the eigenvalues are computed anyway, and nothing waits for the
-    device until the history is read. For a named layer the monitor computes the covariance of the input over batch and
-    positions, in float64, and decomposes it: that costs about as much as a whitening layer, see ``every``. Name a
-    meta-layer to have its covariance in float64, too: eigenvalues below the rounding of float32 count in
-    ``cond_floor``.
+    device until the history is read. Whitening with ``solver="products"`` computes none: its records are the solver's
+    own estimates, and say so, see ``exact_every``. For a named layer the monitor computes the covariance of the input
+    over batch and positions, in float64, and decomposes it: that costs about as much as a whitening layer, see
+    ``every``. Name a meta-layer to have its covariance in float64, too: eigenvalues below the rounding of float32 count
+    in ``cond_floor``.
 
     A record is a dict:
 
@@ -70,6 +71,7 @@ class ConditionMonitor:
     | ``cond_floor`` | the condition number with eigenvalues raised to at least 2.2e-16, as in the paper's code |
     | ``rank`` | how many eigenvalues are above ``rtol`` times the largest |
     | ``failures`` | decompositions in this forward that did not converge at the first attempt, in this process |
+    | ``estimated`` | whether the numbers are estimates, at most a few percent too low; NaN where there is none |
 
     A layer that decomposes several matrices at a time (groups, or one for each image) is recorded by the worst of them.
     Covariances are those of the batch of this process; a layer with ``sync=True`` has one for all processes. Calls
@@ -85,9 +87,13 @@ class ConditionMonitor:
             covariance, so ``cond_support`` is at most 1e5. Pass the layers' own ``rtol`` to see what they divide by.
         evaluation: record forwards in eval mode, too. A meta-layer's covariance is then computed as for a named layer.
         eps: for ``cond_eps``, the same for every layer; ``None`` means each layer's own.
+        exact_every: decompose for the record of every ``exact_every``-th forward where the solver only gives
+            estimates: ``solver="products"``. ``None`` never does. Estimates of ``cond_support`` and ``rank`` are for
+            the solver's own cut (``dropped``), whatever ``rtol`` is.
 
     Raises:
-        ArgumentError: no model, an unknown layer, ``every`` below 1, or a negative ``rtol`` or ``eps``.
+        ArgumentError: no model, an unknown layer, ``every`` or ``exact_every`` below 1, or a negative ``rtol`` or
+            ``eps``.
 
     Warns:
         OrthocondWarning: there is no record because all forwards were in eval mode, or nothing to watch in the model.
@@ -112,10 +118,17 @@ class ConditionMonitor:
         rtol: float | None = None,
         evaluation: bool = False,
         eps: float | None = None,
+        exact_every: int | None = None,
     ) -> None:
         check_module(model, "ConditionMonitor")
         if every < 1:
             raise ArgumentError(f"ConditionMonitor expected every >= 1, got {every}; pass 1 to record each forward.")
+        if exact_every is not None and exact_every < 1:
+            raise ArgumentError(
+                f"ConditionMonitor expected exact_every >= 1, got {exact_every}; pass 1 to make each record exact, or "
+                "None for estimates."
+            )
+        self.exact_every = exact_every
         self.every, self.rtol, self.evaluation, self.eps = every, _RTOL if rtol is None else rtol, evaluation, eps
         check_nonnegative(self.rtol, "rtol", "ConditionMonitor")
         if eps is not None:
@@ -123,9 +136,9 @@ class ConditionMonitor:
         self._layers, self._named = _watched(unwrapped(model), [layers] if isinstance(layers, str) else layers or ())
         self._callers = Callers(unwrapped(model))
         self._forwards: Counter[tuple[str, str]] = Counter()
-        self._measured: dict[str, Measured | None] = {}
+        self._measured: dict[str, Measured | Estimated | None] = {}
         self._failures_before: dict[str, int] = {}
-        self._readings: list[tuple[Key, Measured, float]] = []
+        self._readings: list[Reading] = []
         self._num_waiting = 0
         self._reduced: list[tuple[Key, Tensor]] = []
         self._records: list[dict[str, Any]] = []
@@ -175,7 +188,8 @@ class ConditionMonitor:
         self._warn_if_silent()
         for (layer, mode), record in self._newest.items():
             for name in (*NUMBERS, "failures"):
-                writer.add_scalar(f"condition/{'eval/' * (mode == 'eval')}{layer}/{name}", record[name], step)
+                if not (record["estimated"] and math.isnan(record[name])):
+                    writer.add_scalar(f"condition/{'eval/' * (mode == 'eval')}{layer}/{name}", record[name], step)
 
     def plot(self, ax: Any = None, *, number: str = "cond_support") -> Any:
         """Draw a number of all records over the steps, a line for each layer and mode; needs matplotlib.
@@ -260,10 +274,8 @@ class ConditionMonitor:
         self._read()
         self._warn_if_silent()
         rows = [
-            [layer, mode, str(self._num_records[layer, mode]), str(record["step"]), str(record["rank"])]
-            + [f"{record[name]:.3g}" for name in CONDITIONS]
-            + [str(self._failures[layer, mode])]
-            for (layer, mode), record in self._newest.items()
+            [key[0], key[1], str(self._num_records[key]), str(record["step"]), *cells(record), str(self._failures[key])]
+            for key, record in self._newest.items()
         ]
         return ["layer", "mode", "records", "last step", "rank", *CONDITIONS, "failures"], rows
 
@@ -275,10 +287,10 @@ class ConditionMonitor:
             kind: iter(torch.stack([row for _, row in self._reduced if (row.device, row.dtype) == kind]).tolist())
             for kind in kinds
         }
-        for (step, layer, mode, failures), row in self._reduced:
-            numbers = dict(zip(NUMBERS, next(values[row.device, row.dtype]), strict=True))
-            numbers["rank"] = int(numbers["rank"])
-            record = {"step": step, "layer": layer, "mode": mode, **numbers, "failures": failures}
+        for (step, layer, mode, failures, estimated), row in self._reduced:
+            found = dict(zip(NUMBERS, next(values[row.device, row.dtype]), strict=True))
+            found["rank"] = int(found["rank"])
+            record = {"step": step, "layer": layer, "mode": mode, **found, "failures": failures, "estimated": estimated}
             self._records.append(record)
             self._newest[layer, mode] = record
             self._num_records[layer, mode] += 1
@@ -324,20 +336,30 @@ class ConditionMonitor:
         mode = _mode(layer)
         step = self._forwards[name, "train"]
         self._forwards[name, mode] += 1
-        if is_due and self._has_own(layer, name) and layer.last_eigenvalues is not None:
-            noise = layer.last_noise  # a compiled layer may use the same memory again
-            measured = Measured(layer.last_eigenvalues.clone(), None if noise is None else noise.clone())
-        if measured is None or measured.eigenvalues.numel() == 0:
+        if is_due and self._has_own(layer, name):
+            measured = self._of_layer(layer, step)
+        if measured is None or measured[0].numel() == 0:
             return
-        if isinstance(layer, MetaLayer):
+        if isinstance(measured, Measured) and isinstance(layer, MetaLayer):
             measured = measured._replace(clamp=layer.clamp)
         eps = getattr(layer, "eps", None) if self.eps is None else self.eps
-        self._wait(Key(step, name, mode, failures), measured, eps if isinstance(eps, int | float) else 0.0)
+        key = Key(step, name, mode, failures, isinstance(measured, Estimated))
+        self._wait(key, measured, eps if isinstance(eps, int | float) else 0.0)
 
-    def _wait(self, key: Key, measured: Measured, eps: float) -> None:
+    def _of_layer(self, layer: MetaLayer, step: int) -> Measured | Estimated | None:
+        """Return what the layer itself knows of its last training batch; None before one."""
+        is_exact = self.exact_every is not None and step % self.exact_every == 0
+        if not is_exact and (estimates := layer.last_estimates) is not None:
+            return Estimated(*estimates, layer.eps)
+        if layer.last_eigenvalues is None:
+            return None
+        noise = layer.last_noise  # a compiled layer may use the same memory again
+        return Measured(layer.last_eigenvalues.clone(), None if noise is None else noise.clone())
+
+    def _wait(self, key: Key, measured: Measured | Estimated, eps: float) -> None:
         """Put a reading with those that wait for being reduced to numbers."""
         self._readings.append((key, measured, eps))
-        self._num_waiting += measured.eigenvalues.numel()
+        self._num_waiting += measured[0].numel()
         if self._num_waiting > _LARGEST_BUFFER:
             self._reduce()
 
@@ -385,21 +407,9 @@ class ConditionMonitor:
 
     @torch.no_grad()
     def _reduce(self) -> None:
-        """Turn eigenvalues into numbers, for many records at a time: one by one that would cost as much as a layer."""
-        alike: dict[Any, list[int]] = {}
-        for i, (_, (l, floor, clamp), eps) in enumerate(self._readings):
-            alike.setdefault((l.shape, l.dtype, l.device, floor is None, eps, clamp), []).append(i)
-        rows: dict[int, Tensor] = {}
-        for (shape, _, _, _, eps, clamp), indices in alike.items():
-            eigenvalues = torch.stack([self._readings[i][1].eigenvalues for i in indices])
-            floors = [floor for i in indices if (floor := self._readings[i][1].floor) is not None]
-            measured = Measured(
-                eigenvalues.view(len(indices), -1, shape[-1]),
-                torch.stack(floors).view(len(indices), -1) if floors else None,
-                clamp,
-            )
-            rows.update(zip(indices, numbers(measured, eps, self.rtol), strict=True))
-        self._reduced += [(key, rows[i]) for i, (key, _, _) in enumerate(self._readings)]
+        """Turn what was measured into tensors of numbers, for many records at a time."""
+        rows = numbers(self._readings, self.rtol)
+        self._reduced += [(key, row) for (key, *_), row in zip(self._readings, rows, strict=True)]
         self._readings.clear()
         self._num_waiting = 0
 

@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +11,27 @@ from torch import Tensor, nn
 from orthocond._core.private import is_exporting
 from orthocond._core.registry import resolve
 from orthocond.errors import NonFiniteError, OrthocondWarning
-from orthocond.linalg import SOLVERS, solver_fallbacks, spectrum
+from orthocond.linalg import SOLVERS, spectrum
+from orthocond.linalg._counts import FallbackCount
+from orthocond.linalg._products import condition_on_support
 from orthocond.linalg._roots import spectral
 from orthocond.linalg._smaller_side import spectral_of_samples
 
-__all__ = ["MetaLayer"]
+__all__ = ["Estimates", "MetaLayer"]
 
 _ENOUGH = 100
 """Covariances after which it is clear whether a solver with a certificate is of use."""
+
+
+class Estimates(NamedTuple):
+    """What a solver without eigenvalues knows of the covariances of the last training batch, each ``(...)``."""
+
+    cond: Tensor
+    """The condition number of what was inverted: on the support, or with ``eps`` that of ``P + eps I``."""
+    rank: Tensor
+    """How many eigenvalues were inverted."""
+    size: int
+    """The number of all eigenvalues."""
 
 
 class MetaLayer(nn.Module):
@@ -41,6 +55,8 @@ class MetaLayer(nn.Module):
         self._eigenvalues: Tensor | None = None
         self._covariance: Tensor | None = None
         self._noise: Tensor | None = None
+        self._whitening: Tensor | None = None
+        self._estimates: Estimates | None = None
         self._num_fallbacks, self._num_matrices, self._has_advised = 0, 0, False
 
     @property
@@ -63,6 +79,26 @@ class MetaLayer(nn.Module):
     def last_noise(self) -> Tensor | None:
         """The rounding noise ``(...)`` of the same covariance: eigenvalues at or below it were dropped; None before."""
         return self._noise
+
+    @property
+    def last_estimates(self) -> Estimates | None:
+        """Estimates of condition number and rank of the last training batch's covariance, without its eigenvalues.
+
+        They come from norms of the covariance and of its inverse root (`condition_on_support`), which a whitening layer
+        with ``solver="products"`` has. None before the first batch, and for every other layer: `last_eigenvalues` are
+        exact there.
+        """
+        if self._estimates is None and self._is_certified and self._covariance is not None:
+            P, S = self._covariance, self._whitening
+            if S is not None:
+                P = P + self.eps * torch.eye(P.shape[-1], dtype=P.dtype, device=P.device) if self.eps else P
+                self._estimates = Estimates(*condition_on_support(P, S), P.shape[-1])
+        return self._estimates
+
+    @property
+    def _is_certified(self) -> bool:
+        """Whether the solver is the one with a certificate, which may fall back."""
+        return self.solver.startswith("products")
 
     @property
     def num_fallbacks(self) -> tuple[int, int]:
@@ -91,23 +127,18 @@ class MetaLayer(nn.Module):
         ``floor`` is the `noise_floor` of the covariances.
         """
         name, options = type(self).__name__, {"solver": self.solver, "gradient": self.gradient}
-        before = self._fallbacks_so_far()
+        counted = self._is_certified and not torch.compiler.is_compiling()
         try:
-            results = spectral(name, P, functions, **options, eps=self.eps, rtol=self.rtol, floor=floor)
+            with FallbackCount() if counted else nullcontext() as fallbacks:
+                results = spectral(name, P, functions, **options, eps=self.eps, rtol=self.rtol, floor=floor)
         except NonFiniteError as error:
             raise NonFiniteError(f"{name}({self.extra_repr()}): {error}") from None
-        if before is not None:
-            self._count_fallbacks(before, math.prod(P.shape[:-2]))
+        if fallbacks is not None:
+            self._count_fallbacks(fallbacks.number, math.prod(P.shape[:-2]))
         return results
 
-    def _fallbacks_so_far(self) -> int | None:
-        """Return the number of fall-backs in this process; None for a solver that has none."""
-        if not self.solver.startswith("products") or torch.compiler.is_compiling():
-            return None
-        return solver_fallbacks()["products"]
-
-    def _count_fallbacks(self, before: int, num_matrices: int) -> None:
-        self._num_fallbacks += solver_fallbacks()["products"] - before
+    def _count_fallbacks(self, fallbacks: int, num_matrices: int) -> None:
+        self._num_fallbacks += fallbacks
         self._num_matrices += num_matrices
         if self._num_matrices < _ENOUGH or 2 * self._num_fallbacks < self._num_matrices or self._has_advised:
             return
@@ -124,13 +155,14 @@ class MetaLayer(nn.Module):
         """Return a function of the covariances of samples ``(..., C, N)``, and the eigenvalues; keep these."""
         name = type(self).__name__
         options: dict[str, Any] = {"solver": self.solver, "gradient": self.gradient, "eps": self.eps, "rtol": self.rtol}
+        counted = self._is_certified and not torch.compiler.is_compiling()
         try:
-            before = self._fallbacks_so_far()
-            (value,), eigenvalues, P, noise = spectral_of_samples(name, X, function, **options)
+            with FallbackCount() if counted else nullcontext() as fallbacks:
+                (value,), eigenvalues, P, noise = spectral_of_samples(name, X, function, **options)
         except NonFiniteError as error:
             raise NonFiniteError(f"{name}({self.extra_repr()}): {error}") from None
-        if before is not None:
-            self._count_fallbacks(before, math.prod(X.shape[:-2]))
+        if fallbacks is not None:
+            self._count_fallbacks(fallbacks.number, math.prod(X.shape[:-2]))
         self._keep_spectrum(P, eigenvalues, noise)
         return value, eigenvalues
 
@@ -146,3 +178,4 @@ class MetaLayer(nn.Module):
         self._eigenvalues = None if eigenvalues is None else eigenvalues.detach().flip(-1)
         self._covariance = covariance.detach() if eigenvalues is None and covariance is not None else None
         self._noise = noise
+        self._estimates = None

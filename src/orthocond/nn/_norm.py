@@ -17,7 +17,7 @@ from orthocond._core.registry import resolve
 from orthocond.errors import ArgumentError, OrthocondWarning, check_floating
 from orthocond.linalg import SOLVERS
 from orthocond.nn._features import features
-from orthocond.nn._meta import MetaLayer
+from orthocond.nn._meta import Estimates, MetaLayer
 from orthocond.nn._whitening import Statistics, check_num_samples, whiten, whiten_by_autograd
 
 __all__ = ["DecorrelatedBatchNorm1d", "DecorrelatedBatchNorm2d", "DecorrelatedBatchNorm3d"]
@@ -31,12 +31,12 @@ class LastBatch(NamedTuple):
 
     eigenvalues: Tensor | None
     """``(groups, c)``, descending; None where the solver has none."""
+    estimates: Estimates | None
+    """What the solver knows without eigenvalues; None where it has them."""
     noise: Tensor
     """``(groups,)``: of the covariance, by rounding."""
     covariance: Tensor
     """``(groups, c, c)``."""
-    whitening: Tensor
-    """``(groups, c, c)``: its inverse root."""
     num_dimensions: int
     """The input's."""
     num_processes: int
@@ -92,7 +92,6 @@ class _DecorrelatedBatchNorm(MetaLayer):
         self.sync, self.process_group = sync, process_group
         self._has_eigenvalues = entry.has_eigenvalues
         self._last_ndim: int | None = None
-        self._whitening: Tensor | None = None
         self._check_options()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         size = num_features // groups
@@ -107,7 +106,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
 
     def reset_running_stats(self) -> None:
         """Set the running mean to zero, the running whitening matrix to the identity, and the count to zero."""
-        self._eigenvalues = self._covariance = self._noise = self._whitening = None
+        self._eigenvalues = self._covariance = self._noise = self._whitening = self._estimates = None
         if self.running_mean is None or self.running_whitening is None or self.num_batches_tracked is None:
             return
         self.running_mean.zero_()
@@ -197,12 +196,12 @@ class _DecorrelatedBatchNorm(MetaLayer):
 
     def last_batch(self) -> LastBatch | None:
         """Return what the treatments in front of the layer need to know of its last training batch; None before it."""
-        noise, covariance, whitening = self.last_noise, self._covariance, self._whitening
-        if noise is None or covariance is None or whitening is None or self._last_ndim is None:
+        noise, covariance = self.last_noise, self._covariance
+        if noise is None or covariance is None or self._last_ndim is None:
             return None
         processes = num_processes(self.process_group) if self._is_synchronised() else 1
         eigenvalues = self._eigenvalues if self._has_eigenvalues else None
-        return LastBatch(eigenvalues, noise, covariance, whitening, self._last_ndim, processes)
+        return LastBatch(eigenvalues, self.last_estimates, noise, covariance, self._last_ndim, processes)
 
     def _is_synchronised(self) -> bool:
         return self.sync and self.training and num_processes(self.process_group) > 1

@@ -17,7 +17,6 @@ from orthocond.errors import ArgumentError, OrthocondWarning, check_choice
 from orthocond.graph import meta_layer_behind
 from orthocond.linalg import SOLVERS
 from orthocond.linalg._decompose import DECOMPOSITIONS
-from orthocond.linalg._products import condition_on_support
 from orthocond.linalg._roots import default_rtol
 from orthocond.linalg._spectrum import spectrum_of
 from orthocond.nn import DecorrelatedBatchNorm1d, DecorrelatedBatchNorm2d, DecorrelatedBatchNorm3d
@@ -262,9 +261,10 @@ class Gauge(Part):
             )
         num_samples = output.numel() // self.norm.num_features * batch.num_processes
         rtol = _rank_rtol(self.norm, batch.covariance)
-        if batch.eigenvalues is None:
-            cond, rank = condition_on_support(batch.covariance, batch.whitening)
+        if batch.estimates is not None:
+            cond, rank, _ = batch.estimates
         else:
+            assert batch.eigenvalues is not None
             found = spectrum_of(batch.eigenvalues, eps=0.0, rtol=rtol, floor=batch.noise)
             cond, rank = found.cond_support, found.rank
         is_too_large = cond > limit(rank, num_samples, self.threshold)
