@@ -10,9 +10,10 @@ from torch._dynamo.backends.common import aot_autograd
 
 from orthocond import treat
 from orthocond.errors import ArgumentError, NonFiniteError, OrthocondWarning
+from orthocond.linalg import _half as half
 from orthocond.linalg import _products as products
 from orthocond.linalg import matrix_inv_sqrth, matrix_sqrth, matrix_sqrth_pair, solver_failures, solver_fallbacks
-from orthocond.linalg._products import condition_on_support
+from orthocond.linalg._gap import condition_on_support
 from orthocond.nn import DecorrelatedBatchNorm2d
 
 from cases import noise, rotation
@@ -37,10 +38,10 @@ def inside(count, n, generator):
     return l * 10 ** (20 * torch.rand(count, 1, generator=generator, dtype=torch.float64) - 10)
 
 
-def compare(A, G, H):
+def compare(A, G, H, solver="products"):
     """The errors of the pair and of its gradient against a decomposition in float64 that drops the same."""
     found, truth = A.clone().requires_grad_(), A.double().requires_grad_()
-    pair, exact = matrix_sqrth_pair(found, solver="products"), matrix_sqrth_pair(truth, rtol=DROPPED)
+    pair, exact = matrix_sqrth_pair(found, solver=solver), matrix_sqrth_pair(truth, rtol=DROPPED)
     size = torch.linalg.matrix_norm(truth.detach(), keepdim=True).sqrt()
     (slope,) = torch.autograd.grad(pair, found, [G / size.float(), H * size.float()])
     (exact_slope,) = torch.autograd.grad(exact, truth, [G / size, H * size])
@@ -93,6 +94,36 @@ def test_outside_the_bounds_it_is_decomposed(position):
         assert solver_fallbacks()["products"] >= 0.99 * count
 
 
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_half_products_are_as_accurate_as_those_of_float32(precision, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    types = set()
+    original = half._half_product
+    monkeypatch.setattr(half, "_half_product", lambda A, B: types.add((A.dtype, B.dtype)) or original(A, B))
+    solver_fallbacks(reset=True)
+    for number, n in enumerate((1, 3, 16, 64)):
+        A = covariances(inside(60, n, generator), seed=number)
+        values, slopes = compare(A, noise(60, n, n), noise(60, n, n, seed=2), f"products(precision={precision})")
+        assert values < 1e-5
+        assert slopes < 1e-4
+    assert solver_fallbacks() == {"products": 0}
+    assert types == {(getattr(torch, precision),) * 2}
+    A = A.double()  # has no terms of half types, and needs none
+    exact = matrix_sqrth(A, rtol=DROPPED)
+    assert relative_error(matrix_sqrth(A, solver=f"products(precision={precision})"), exact) < 1e-12
+
+
+def test_plain_half_products_get_no_certificate(monkeypatch):
+    for name, (dtype, _, bits) in half.PRECISIONS.items():
+        if name != "float32":
+            monkeypatch.setitem(half.PRECISIONS, name, (dtype, 1, bits))
+    A = covariances(inside(60, 16, torch.Generator().manual_seed(0)))
+    for precision in ("float16", "bfloat16"):
+        solver_fallbacks(reset=True)
+        matrix_sqrth(A, solver=f"products(precision={precision})")
+        assert solver_fallbacks() == {"products": 60}
+
+
 def test_each_matrix_decides_for_itself():
     good, bad = torch.diag(torch.tensor([1.0, 0.5, 0.0])), torch.diag(torch.tensor([1.0, 0.01, 0.0]))
     solver_fallbacks(reset=True)
@@ -133,6 +164,8 @@ def test_eps_zero_matrices_noise_and_errors():
         matrix_sqrth(torch.full((2, 2), torch.nan), solver="products")
     with pytest.raises(ArgumentError, match="0 < dropped < kept < 1"):
         matrix_sqrth(A, solver="products(kept=1e-5)")
+    with pytest.raises(ArgumentError, match="float32, float16, bfloat16"):
+        matrix_sqrth(A, solver="products(precision=float8)")
     with pytest.raises(ArgumentError, match="dropped < kept / n"):  # no gap is left by the bound of the largest
         matrix_sqrth(A, solver="products(kept=0.5, dropped=0.45)")
     with pytest.raises(NonFiniteError, match=r"matrix \(1, 2\) of the batch \(2, 4\)"):
@@ -245,7 +278,7 @@ def test_a_layer_counts_its_own_fall_backs_whatever_other_threads_do(monkeypatch
     layer, other = (DecorrelatedBatchNorm2d(4, solver="products") for _ in range(2))
     good = noise(8, 4, 6, 6)
     bad = good * torch.tensor([1.0, 1.0, 1.0, 0.1]).view(4, 1, 1)
-    is_inside, may_leave, roots = threading.Event(), threading.Event(), products._roots
+    is_inside, may_leave, roots = threading.Event(), threading.Event(), products.certified_roots
 
     def waiting(*args):
         if threading.current_thread() is thread:
@@ -254,7 +287,7 @@ def test_a_layer_counts_its_own_fall_backs_whatever_other_threads_do(monkeypatch
         return roots(*args)
 
     thread = threading.Thread(target=lambda: layer(good))
-    monkeypatch.setattr(products, "_roots", waiting)
+    monkeypatch.setattr(products, "certified_roots", waiting)
     thread.start()
     assert is_inside.wait(60)
     other(bad)

@@ -15,7 +15,7 @@ def test_entries_describe_themselves(registry):
         assert entry.name == name
         assert entry.description.endswith(".")
         assert entry.reference
-        numbers = [default for default in entry.options.values() if not isinstance(default, bool)]
+        numbers = [default for default in entry.options.values() if type(default) in (int, float)]
         assert entry.signed_options or all(default > 0 for default in numbers)
 
 

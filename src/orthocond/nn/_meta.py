@@ -13,7 +13,7 @@ from orthocond._core.registry import resolve
 from orthocond.errors import NonFiniteError, OrthocondWarning
 from orthocond.linalg import SOLVERS, spectrum
 from orthocond.linalg._counts import FallbackCount
-from orthocond.linalg._products import condition_on_support
+from orthocond.linalg._gap import condition_on_support
 from orthocond.linalg._roots import spectral
 from orthocond.linalg._smaller_side import spectral_of_samples
 
