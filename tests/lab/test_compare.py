@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import platform
 import signal
 import statistics
 import subprocess
@@ -16,7 +17,7 @@ import torch
 from rich.console import Console
 
 from orthocond.lab import compare as module
-from orthocond.lab.compare import LocalEngine, RayEngine, compare, plan, summary, visible_gpus
+from orthocond.lab.compare import LocalEngine, RayEngine, compare, kept_memory, plan, summary, visible_gpus
 from orthocond.lab.config import changed
 from orthocond.lab.presets import preset
 from orthocond.lab.records import read_records
@@ -220,6 +221,30 @@ def test_each_run_gets_a_gpu_of_its_own(tmp_path, monkeypatch):
     on_cpu = plan(changed(preset("dbn-digits"), {"accelerator": "cpu"}), ["svd"], 1, tmp_path)
     engine.start(on_cpu[0])
     assert seen[4:] == ["5", "GPU-7,3", None]
+
+
+def test_a_run_keeps_its_memory_unless_the_user_chose_otherwise(tmp_path, monkeypatch):
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
+    for name in [name for name in os.environ if name.startswith("MALLOC_")] + ["GLIBC_TUNABLES", "LD_PRELOAD"]:
+        monkeypatch.delenv(name, raising=False)
+    environments = []
+
+    class Started:
+        def __init__(self, *_, env, **__):
+            environments.append(env)
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    (run,) = plan(SHORT, ["svd"], 1, tmp_path)
+    LocalEngine(1).start(run)
+    assert int(environments[0]["MALLOC_TRIM_THRESHOLD_"]) > int(environments[0]["MALLOC_MMAP_THRESHOLD_"]) > 2**31
+    for name, value in [("MALLOC_ARENA_MAX", "1"), ("GLIBC_TUNABLES", "glibc.malloc.check=0"), ("LD_PRELOAD", "tc.so")]:
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            LocalEngine(1).start(run)
+        assert environments[-1][name] == value
+        assert "MALLOC_TRIM_THRESHOLD_" not in environments[-1]
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    assert kept_memory() == {}
 
 
 def test_visible_gpus_are_those_that_the_environment_names(monkeypatch):

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import math
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -148,7 +149,10 @@ class _Process:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=os.environ | devices | {"OMP_NUM_THREADS": str(threads), "ORTHOCOND_COMMAND": command()},
+                env=os.environ
+                | kept_memory()
+                | devices
+                | {"OMP_NUM_THREADS": str(threads), "ORTHOCOND_COMMAND": command()},
             )
 
     def poll(self) -> str | None:
@@ -233,6 +237,18 @@ def visible_gpus() -> list[str]:
 def num_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def kept_memory() -> dict[str, str]:
+    """Return the environment of a run whose large tensors take memory that the step before used.
+
+    The allocator of glibc returns blocks above 32 MB to the system when they are freed, and the system has to clear
+    them when the next step asks for them. Empty with another C library, and where the user chose how memory is kept.
+    """
+    chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if chosen or "LD_PRELOAD" in os.environ or platform.libc_ver()[0] != "glibc":
+        return {}
+    return {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 
 
 def plan(config: Config, methods: Sequence[str], seeds: int, out: Path, shard: tuple[int, int] = (1, 1)) -> list[Run]:
