@@ -74,15 +74,31 @@ def test_repeated_eigenvalues_and_rank_loss_have_finite_gradients():
         assert torch.allclose(found.double(), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
-def test_any_scale(scale):
-    X = features(8, 3).requires_grad_()
-    large = (X * scale).detach().requires_grad_()
+@pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e-12, 1e12, 1e18, 1e30])
+@pytest.mark.parametrize("shape", [(8, 3), (8, 40), (2, 8, 40)], ids=str)
+def test_any_scale(shape, scale):
+    X = features(*shape).requires_grad_()
+    large = (X * scale).detach()
+    if X.ndim > 2:  # one matrix alone, beside one of constant features
+        large[0], X = 3.0, torch.cat([torch.full_like(X[:1], 3 / scale), X[1:]]).detach().requires_grad_()
+    large.requires_grad_()
     value, reference = covariance_sqrth(large), covariance_sqrth(X)
     assert torch.allclose(value / scale, reference, atol=1e-6)
-    G = noise(8, 8)
+    G = noise(*value.shape)
     (found,), (expected,) = (torch.autograd.grad(y, x, G) for y, x in ((value, large), (reference, X)))
     assert torch.allclose(found, expected, atol=1e-5)  # the root is homogeneous of degree 1 in the features
+
+
+@pytest.mark.parametrize("shape", [(8, 3), (8, 40)], ids=str)
+def test_the_smallest_numbers_have_the_gradient_of_others(shape):
+    """Features with few digits left: their covariance has a root, whose gradient is no smaller than ever."""
+    for scale in (1e-39, 1e-42, 1e-45):
+        X = (noise(*shape) * scale).requires_grad_()
+        exact_leaf, exact, _ = truth(X, "sqrt", 0.0, None)
+        G = noise(8, 8)
+        (found,) = torch.autograd.grad(covariance_sqrth(X), X, G)
+        (expected,) = torch.autograd.grad(exact, exact_leaf, G.double())
+        assert relative_error(found, expected) < 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from orthocond._core import private
-from orthocond._core.applying import applied
+from orthocond._core.applying import applied, is_plain
 from orthocond._core.observing import notify
 from orthocond._core.overriding import overridable
 from orthocond._core.precision import autocast_off, finite, lift, narrow, widen
-from orthocond.linalg._covariance import check_samples, covariance, noise_floor
+from orthocond.linalg._covariance import check_samples, covariance, noise_floor, trace
 from orthocond.linalg._decompose import DECOMPOSITIONS, decompose
 from orthocond.linalg._differences import Split, first_differences, split, values
 from orthocond.linalg._eigen import Context, batched, eigen_derivatives, symmetric
@@ -117,12 +117,32 @@ def spectral_of_samples(
         noise = noise_floor(samples.mean(-1), samples.var(-1, correction=0).sum(-1) if is_half else None, X.dtype)
         if not is_covered or X.shape[-1] > _WORTHWHILE * X.shape[-2]:
             P = covariance(samples)
-            options: dict[str, Any] = {"solver": solver, "gradient": gradient, "eps": eps, "rtol": rtol}
+            if is_plain() and not _has_all_digits(P.detach(), samples.detach()):
+                P = covariance(widen(samples))
+            options: dict[str, Any] = {"solver": solver, "gradient": gradient, "eps": eps, "rtol": cut}
             (value,), eigenvalues = spectral(caller, P, (function,), floor=noise, **options)
             return (narrow(value, X),), eigenvalues, P, noise
         value, eigenvalues, *_ = applied(_OfSamples, samples, noise, chosen, entry.name, eps, cut)
     notify(caller, X.mT, eigenvalues, eps, clamp=is_clamped(chosen))
     return (narrow(value, X),), eigenvalues, None, noise
+
+
+def _has_all_digits(P: Tensor, samples: Tensor) -> bool:
+    """Return whether covariances are as accurate as their dtype allows: no square overflowed, or was lost as too small.
+
+    That of samples which are all the same is zero, and right.
+    """
+    if P.dtype in (torch.float64, torch.complex128) or P.is_meta or not P.numel():
+        return True
+    limits = torch.finfo(P.dtype)
+    traces = trace(P).real
+    smallest, largest = (bound.item() for bound in traces.aminmax())  # NaN if one is
+    if not largest <= limits.max:
+        return False
+    if smallest * limits.eps >= limits.tiny:
+        return True
+    small = samples[traces * limits.eps < limits.tiny]
+    return bool((small == small[..., :1]).all())
 
 
 class _OfSamples(torch.autograd.Function):
@@ -145,7 +165,7 @@ class _OfSamples(torch.autograd.Function):
         g = (f[..., 1:] - f[..., :1]) / torch.where(l > 0, l, torch.inf)
         scale = _scale(l)
         T = (Y @ V).div_(scale).to(X)
-        value = finite((T * _scaled(g, scale, T).unsqueeze(-2)) @ T.mH)
+        value = finite((T * _rounded(g * scale.square().squeeze(-1), T).unsqueeze(-2)) @ T.mH)
         value.diagonal(dim1=-2, dim2=-1).add_(f[..., :1].to(value))  # 0 where zero is dropped
         zeros = l.new_zeros(*l.shape[:-1], X.shape[-2] - X.shape[-1])
         return value, torch.cat([zeros, l], -1), T, V.to(X), l
@@ -188,11 +208,12 @@ class _Slope(torch.autograd.Function):
         rtol: float | None,
     ) -> Tensor:
         g, D = _differences(l, _with_zero(l, floor, function, eps, rtol), function)
-        scale = _scale(l)
+        scale, root = _scale(l), X.shape[-1] ** 0.5
         GT = G @ T + G.mH @ T  # of the Hermitian part, twice; to form that part takes longer
-        inner = finite(((T.mH @ GT).to(D.device) * (D * scale.pow(4))).to(X))  # D o (T^H G T)
-        to_Y = (GT * _scaled(g, scale, T).unsqueeze(-2) + T @ inner) @ V.mH
-        return finite(to_Y * (1 / (scale * X.shape[-1] ** 0.5)).to(X.device, T.real.dtype))
+        # T and Y were divided by the scale, dY by the root: here both meet g and D in float64, which holds the result.
+        inner = finite(((T.mH @ GT).to(D.device) * (D * (scale.pow(3) / root))).to(X))  # D o (T^H G T)
+        of_g = _rounded(g * (scale / root).squeeze(-1), T)
+        return finite((GT * of_g.unsqueeze(-2) + T @ inner) @ V.mH)
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -251,9 +272,9 @@ def _differences(l: Tensor, parts: Split, function: Chosen) -> tuple[Tensor, Ten
     return g, torch.where(is_bounded & (smaller > 0), (F - g.unsqueeze(-2)) / smaller, D)
 
 
-def _scaled(g: Tensor, scale: Tensor, T: Tensor) -> Tensor:
-    """Return ``g`` for a ``T`` that was divided by its scale, in the precision of ``T``."""
-    return finite((g * scale.square().squeeze(-1)).to(T.device, T.real.dtype))
+def _rounded(coefficients: Tensor, T: Tensor) -> Tensor:
+    """Return real coefficients in the precision and on the device of ``T``."""
+    return finite(coefficients.to(T.device, T.real.dtype))
 
 
 def _scale(l: Tensor) -> Tensor:
