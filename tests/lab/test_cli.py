@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 
@@ -149,6 +150,44 @@ def test_ctrl_c_is_told_how_to_go_on(tmp_path, command_line, monkeypatch, comman
     assert done.returncode == 130
     assert done.stderr.startswith("orthocond: stopped; rerun the command to continue from the last checkpoint")
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows sends no SIGINT to a single process")
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "orthocond.linalg._counts",
+        "numpy",
+        "torch._C",
+        "torch.library",
+        "torch",
+        "orthocond.linalg",
+        "orthocond",
+        "typer",
+    ],
+)
+def test_ctrl_c_while_modules_are_imported(moment):
+    """In a process of its own, which says what it has imported."""
+    command = [sys.executable, "-X", "importtime", "-m", "orthocond_command", "presets"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    imported = ""
+    while process.poll() is None and imported != moment:
+        imported = process.stderr.readline().rpartition("|")[2].strip()
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+    told = [line for line in errors.splitlines() if not line.startswith("import time:")]
+    assert (process.returncode, out) == (130, ""), errors
+    assert told == ["orthocond: stopped; rerun the command to continue from the last checkpoint (train: --resume)"]
+
+
+def test_ctrl_c_that_is_ignored_stays_so():
+    """As in a script that a shell runs in the background."""
+    code = (
+        "import signal, orthocond_command; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "with orthocond_command._ending_at_ctrl_c(): signal.raise_signal(signal.SIGINT)\n"
+        "print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
 
 
 def test_the_demonstration_in_short(tmp_path, command_line):

@@ -1,10 +1,12 @@
 """Into a model: conversion of BatchNorm, and of its checkpoints."""
 
 import copy
+import inspect
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 from networks import BatchNormAct2d, Net, trained
 from orthocond.errors import ArgumentError, OrthocondWarning
@@ -152,6 +154,16 @@ def test_a_subclass_that_only_normalises_is_converted():
     assert torch.allclose(convert_batchnorm(copy.deepcopy(layer))(x), layer(x), atol=1e-5)
 
 
+def parametrized(layer):
+    parametrize.register_parametrization(layer, "weight", nn.Softplus())
+    return layer
+
+
+def loading_differently(layer):
+    layer.register_load_state_dict_pre_hook(lambda *_: None)
+    return layer
+
+
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
@@ -160,6 +172,9 @@ def test_a_subclass_that_only_normalises_is_converted():
         (Gated(4), r"BatchNorm doesn't have \(gate\)"),
         (ActFirst(4), "a ActFirst: in training mode"),
         (Broken(4), r"trying it out failed \(TypeError"),
+        (parametrized(nn.BatchNorm2d(4)), "it has a parametrization, which .*remove_parametrizations takes away"),
+        (prune.random_unstructured(nn.BatchNorm2d(4), "weight", 0.5), r"doesn't have \(weight_mask, weight_orig\)"),
+        (loading_differently(nn.BatchNorm2d(4)), "a hook on load_state_dict that is bound to it"),
         (nn.LazyBatchNorm2d(), "'1': a LazyBatchNorm2d doesn't know its number of channels yet; call the model once"),
     ],
 )
@@ -170,6 +185,52 @@ def test_what_cannot_be_converted_faithfully_is_refused(layer, message):
             convert_batchnorm(model, names)
     assert type(model[0]) is nn.BatchNorm2d
     assert type(convert_batchnorm(model, ["0"])[0]) is DecorrelatedBatchNorm2d
+
+
+def test_hooks_are_carried_over():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), BatchNormAct2d(4))
+    called = []
+
+    def calling(name):
+        return lambda module, *_, **__: called.append((name, type(module)))
+
+    handles = []
+    for norm in model[1:]:
+        norm.register_forward_pre_hook(calling("before"))
+        norm.register_forward_hook(calling("after"), with_kwargs=True)
+        norm.register_full_backward_pre_hook(calling("before backward"))
+        norm.register_full_backward_hook(calling("after backward"))
+        norm.register_state_dict_pre_hook(calling("state"))
+        handles.append(norm.register_forward_hook(calling("removed"), always_call=True))
+    convert_batchnorm(model)
+    assert not called  # by trying a subclass out
+    model(noise(2, 3, 3, 3)).sum().backward()
+    model.state_dict()
+    on_the_way = ["before", "after", "removed"]
+    names = 2 * on_the_way + 2 * ["before backward", "after backward"] + 2 * ["state"]
+    assert called == [(name, DecorrelatedBatchNorm2d) for name in names]
+    for handle in handles:
+        handle.remove()
+    called.clear()
+    model(noise(2, 3, 3, 3))
+    assert [name for name, _ in called] == 2 * ["before", "after"]
+
+
+@pytest.mark.skipif("bias" not in inspect.signature(nn.BatchNorm2d).parameters, reason="this torch has no such option")
+def test_a_norm_with_a_scale_alone():
+    model = nn.Sequential(nn.BatchNorm2d(4, bias=False))
+    nn.init.normal_(model[0].weight)
+    x = noise(8, 4, 3, 3)
+    converted = convert_batchnorm(copy.deepcopy(model))
+    assert converted[0].bias is None
+    assert torch.allclose(converted.eval()(x), model.eval()(x), atol=1e-5)
+    plain = copy.deepcopy(converted[0]).train()
+    plain.bias = nn.Parameter(torch.zeros(4))
+    assert torch.allclose(converted[0].train()(x), plain(x), atol=1e-6)
+    for part in (converted, fold(converted)):
+        part.eval()(x)
+        part.load_state_dict(part.state_dict())
+    assert torch.allclose(fold(converted)(x), converted.eval()(x), atol=1e-5)
 
 
 def test_a_lazy_norm_that_has_been_called_is_converted():

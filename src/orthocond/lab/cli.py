@@ -34,7 +34,7 @@ from orthocond.lab.compare import (
 from orthocond.lab.conditions import CONDITIONS, measure_of
 from orthocond.lab.config import Config, changed, from_toml
 from orthocond.lab.data import load_data
-from orthocond.lab.display import Display, LiveDisplay, PlainDisplay, is_first_process
+from orthocond.lab.display import Display, LiveDisplay, PlainDisplay
 from orthocond.lab.methods import ALL, PAPER, method, method_list
 from orthocond.lab.paper import ITEMS, SCALES, chosen_items
 from orthocond.lab.presets import PRESETS, preset
@@ -42,6 +42,7 @@ from orthocond.lab.report import write_report
 from orthocond.lab.report.command import report
 from orthocond.lab.runs import DivergedError, stored_config
 from orthocond.treatments import TREATMENTS
+from orthocond_command import is_first_process, tell_stopped
 
 __all__ = ["app", "main"]
 
@@ -422,11 +423,7 @@ def main() -> None:
             print(f"orthocond: {error}", file=sys.stderr)
         sys.exit(1 if isinstance(error, DivergedError) else 2)
     except (KeyboardInterrupt, _Stopped):
-        if is_first_process():
-            print(
-                "orthocond: stopped; rerun the command to continue from the last checkpoint (train: --resume)",
-                file=sys.stderr,
-            )
+        tell_stopped()
         sys.exit(130)
     except RuntimeError as error:
         if is_first_process():

@@ -1,13 +1,12 @@
 """The display of a run: a live line on a terminal, plain lines elsewhere."""
 
-import os
 import time
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["Display", "LiveDisplay", "PlainDisplay", "Silent", "is_first_process", "number"]
+__all__ = ["Display", "LiveDisplay", "PlainDisplay", "Silent", "number"]
 
 
 class Display(Protocol):
@@ -136,8 +135,3 @@ def number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.3g}" if abs(value) < 1e3 else f"{value:.1e}"
-
-
-def is_first_process() -> bool:
-    """Return whether this is the process that speaks for all of a run."""
-    return all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "RANK", "NODE_RANK", "SLURM_PROCID"))

@@ -12,8 +12,8 @@ import traceback
 
 from orthocond.errors import OrthocondError
 from orthocond.lab.config import from_json
-from orthocond.lab.display import is_first_process
 from orthocond.lab.train import train
+from orthocond_command import is_first_process
 
 __all__ = ["run"]
 

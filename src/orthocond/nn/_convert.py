@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
 
 from orthocond.errors import ArgumentError, OrthocondWarning, check_choice
+from orthocond.nn._hooks import CALLED
 from orthocond.nn._norm import (
     DecorrelatedBatchNorm1d,
     DecorrelatedBatchNorm2d,
@@ -32,10 +34,10 @@ _COUNTERPARTS: dict[type[nn.Module], type[_DecorrelatedBatchNorm]] = {
 def convert_batchnorm(module: nn.Module, names: Iterable[str] | None = None, **options: Any) -> nn.Module:
     """Replace BatchNorm by decorrelated batch norm, keeping its parameters and statistics.
 
-    Scale and shift, momentum, running mean, the count of batches, mode, device and dtype are carried over. The running
-    variance becomes a diagonal whitening matrix, so that in eval mode the converted model gives the same outputs until
-    it is trained. A checkpoint of the model with BatchNorm can be loaded into the converted model in the same way, by
-    ``load_state_dict``.
+    Scale and shift, momentum, running mean, the count of batches, mode, device, dtype and hooks are carried over. The
+    running variance becomes a diagonal whitening matrix, so that in eval mode the converted model gives the same
+    outputs until it is trained. A checkpoint of the model with BatchNorm can be loaded into the converted model in the
+    same way, by ``load_state_dict``.
 
     A subclass of BatchNorm is converted if it normalises and then applies its submodules one after another, such as
     the ``BatchNormAct2d`` of timm with its dropout and activation: the new layer gets the same submodules. This is
@@ -107,6 +109,8 @@ def _converted(name: str, layer: Any, options: dict[str, Any]) -> _DecorrelatedB
             new.num_batches_tracked.copy_(layer.num_batches_tracked)
     for child, submodule in layer.named_children():
         new.add_module(child, submodule)
+    for hooks in CALLED:  # the same dicts, so that who registered a hook can remove it
+        setattr(new, hooks, getattr(layer, hooks))
     new.training = layer.training
     return new
 
@@ -114,7 +118,8 @@ def _converted(name: str, layer: Any, options: dict[str, Any]) -> _DecorrelatedB
 def _counterpart(name: str, layer: _BatchNorm) -> type[_DecorrelatedBatchNorm]:
     """Return the class that ``layer`` becomes, or raise for what can't be converted faithfully."""
     kind = type(layer)
-    if kind in _COUNTERPARTS:
+    reason = _what_it_has_besides(layer)
+    if kind in _COUNTERPARTS and not reason:
         return _COUNTERPARTS[kind]
     if isinstance(layer, LazyModuleMixin):
         raise ArgumentError(
@@ -122,7 +127,7 @@ def _counterpart(name: str, layer: _BatchNorm) -> type[_DecorrelatedBatchNorm]:
             "call the model once, then convert it."
         )
     base = next((base for base in _COUNTERPARTS if isinstance(layer, base)), None)
-    reason = "its number of dimensions is unknown" if base is None else _what_it_does_besides(layer, base)
+    reason = reason or ("its number of dimensions is unknown" if base is None else _what_it_does_besides(layer, base))
     if base is None or reason:
         raise ArgumentError(
             f"convert_batchnorm can't convert {name!r}, a {kind.__name__}: {reason}; name the layers to convert "
@@ -131,12 +136,21 @@ def _counterpart(name: str, layer: _BatchNorm) -> type[_DecorrelatedBatchNorm]:
     return _COUNTERPARTS[base]
 
 
-def _what_it_does_besides(layer: _BatchNorm, base: type[nn.Module]) -> str:
-    """Return what a subclass of ``base`` does besides normalising and applying its submodules, empty for nothing."""
+def _what_it_has_besides(layer: _BatchNorm) -> str:
+    """Return what a layer has that its counterpart can't have, empty for nothing."""
+    if parametrize.is_parametrized(layer):
+        return "it has a parametrization, which torch.nn.utils.parametrize.remove_parametrizations takes away"
     own = {name for name, _ in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False))}
     more = sorted(own - {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"})
     if more:
         return f"it has parameters or buffers that BatchNorm doesn't have ({', '.join(more)})"
+    if layer._load_state_dict_pre_hooks:
+        return "it has a hook on load_state_dict that is bound to it, which its handle can remove"
+    return ""
+
+
+def _what_it_does_besides(layer: _BatchNorm, base: type[nn.Module]) -> str:
+    """Return what a subclass of ``base`` does besides normalising and applying its submodules, empty for nothing."""
     sizes: dict[type[nn.Module], tuple[int, ...]] = {nn.BatchNorm1d: (), nn.BatchNorm3d: (2, 3, 3)}
     like = next((part for part in (layer.weight, layer.running_mean) if part is not None), torch.empty(0))
     generator = torch.Generator().manual_seed(0)
@@ -150,7 +164,7 @@ def _what_it_does_besides(layer: _BatchNorm, base: type[nn.Module]) -> str:
         try:
             for submodule in tried.children():
                 expected = submodule(expected)
-            agrees = torch.allclose(tried(x.clone()), expected, rtol=1e-3, atol=1e-3)
+            agrees = torch.allclose(tried.forward(x.clone()), expected, rtol=1e-3, atol=1e-3)
         except Exception as error:  # a subclass may do anything
             return f"trying it out failed ({type(error).__name__}: {error})"
         if not agrees:

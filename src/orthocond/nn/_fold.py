@@ -13,21 +13,13 @@ from torch.nn.utils import parametrize
 
 from orthocond._core.layout import Layout
 from orthocond.errors import OrthocondWarning
+from orthocond.nn._hooks import FORWARD, FORWARD_HOOKS
 from orthocond.nn._in_front import layers_in_front
 from orthocond.nn._norm import _DecorrelatedBatchNorm
 
 __all__ = ["fold"]
 
 M = TypeVar("M", bound=nn.Module)
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
-"""Where a module has its forward hooks: two dicts with hooks, three with their options."""
 
 
 @torch.no_grad()
@@ -81,7 +73,7 @@ def fold(module: M, *, keep_keys: bool = False) -> M:
             if reason:
                 _warn(f"{name!r} became a 1x1 convolution{' with keys of its own' * keep_keys}, because {reason}")
             replacement = _followed(_as_layer(layer), layer)
-        for hooks in _HOOKS:
+        for hooks in FORWARD:
             setattr(replacement, hooks, getattr(layer, hooks))
         parent, _, child = name.rpartition(".")
         setattr(folded.get_submodule(parent), child, replacement)
@@ -109,13 +101,13 @@ def _warn(what: str) -> None:
 def _copied(module: M) -> M:
     """Return a copy without monitors and treatments, which stay with the original."""
     groups = [layer.process_group for layer in module.modules() if isinstance(layer, _DecorrelatedBatchNorm)]
-    hooks = [hook for layer in module.modules() for name in _HOOKS[:2] for hook in getattr(layer, name).values()]
+    hooks = [hook for layer in module.modules() for name in FORWARD_HOOKS for hook in getattr(layer, name).values()]
     shared = groups + [hook for hook in hooks if _is_ours(hook)]
     copied = copy.deepcopy(module, {id(part): part for part in shared})  # a process group can't be copied
     for layer in copied.modules():
-        for name in _HOOKS[:2]:
+        for name in FORWARD_HOOKS:
             for key in [key for key, hook in getattr(layer, name).items() if _is_ours(hook)]:
-                for hooks_or_options in _HOOKS:
+                for hooks_or_options in FORWARD:
                     getattr(layer, hooks_or_options).pop(key, None)
     return copied
 

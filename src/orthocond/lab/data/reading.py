@@ -15,7 +15,7 @@ from torch import Tensor
 from orthocond.errors import ArgumentError
 from orthocond.lab.config import Config
 from orthocond.lab.data.memory import Images
-from orthocond.lab.display import is_first_process
+from orthocond_command import is_first_process
 
 __all__ = ["check_labels", "digits", "read_splits"]
 
