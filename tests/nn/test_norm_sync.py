@@ -1,8 +1,5 @@
 """Synchronised whitening: two processes with part of a batch each give what one gives with the whole."""
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed
@@ -12,6 +9,7 @@ from torch import nn
 from orthocond.nn import DecorrelatedBatchNorm2d
 
 from cases import noise
+from processes import join
 
 CHANNELS = 6
 
@@ -33,17 +31,14 @@ def outcome(layer, x, g):
 
 
 def work(rank, sizes, groups, shift, folder):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", Path(folder, "rendezvous").as_uri(), rank=rank, world_size=len(sizes))
+    join(rank, folder, len(sizes))
     layer, x, g = layer_and_batch(groups, shift)
     torch.save(outcome(layer, x.split(sizes)[rank], g.split(sizes)[rank]), f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 def work_with_one_sided_gradients(rank, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", Path(folder, "rendezvous").as_uri(), rank=rank, world_size=2)
+    join(rank, folder)
     layer, x, g = layer_and_batch(1, 0.0)
     x = x.split(4)[rank].clone().requires_grad_(rank == 0)
     layer(x).backward(g.split(4)[rank])

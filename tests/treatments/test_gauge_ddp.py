@@ -1,8 +1,6 @@
 """Re-gauging under DDP: all processes apply the same matrix, whether the statistics are synchronised or not."""
 
 import gc
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from orthocond import treat
 from orthocond.nn import DecorrelatedBatchNorm2d
 
 from cases import noise
+from processes import join
 
 STEPS = 12
 
@@ -51,9 +50,7 @@ def trained(wrap, part, spec, sync):
 
 
 def work(rank, folder, spec, sync):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", Path(folder, "rendezvous").as_uri(), rank=rank, world_size=2)
+    join(rank, folder)
     found = trained(DistributedDataParallel, slice(8 * rank, 8 * rank + 8), spec, sync)
     torch.save(found, f"{folder}/{rank}.pt")
     gc.collect()  # what still holds the group would let its threads outlive the interpreter, which aborts then

@@ -1,9 +1,7 @@
 """The contract under DDP, for every registered part and pair: two processes give what one gives with the batch."""
 
 import gc
-import os
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from orthocond.nn import DecorrelatedBatchNorm2d
 
 from cases import noise
 from contract import specifications
+from processes import join
 
 SPECIFICATIONS = [*specifications(), "nog+ow+olr"]
 
@@ -56,9 +55,7 @@ def trained(spec, wrap, part):
 
 
 def work(rank, folder):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", Path(folder, "rendezvous").as_uri(), rank=rank, world_size=2)
+    join(rank, folder)
     with pytest.raises(ArgumentError, match="before you wrap it"):
         treat(DistributedDataParallel(network()), "0", "ow")
     part = slice(4 * rank, 4 * rank + 4)
