@@ -1,6 +1,7 @@
 """Kill, damage, delete and race at random over train, compare and report, and check what is left after each.
 
 python tests/lab/chaos.py --minutes 10 --seed 0             as many trials as there is time for
+python tests/lab/chaos.py --minutes 10 --seed 0 --kind kill as many trials of this kind
 python tests/lab/chaos.py --seed 0 --only 17                the trial 17 of this seed again
 
 After each trial: no traceback; a mistake is one sentence; a refusal changed nothing; an error that is shown is the
@@ -40,6 +41,8 @@ STEPS = 26  # of which 22 are the first epoch
 SETTINGS = {"steps": STEPS, "checkpoint_every": 5, "val_images": 50, "threads": 1, "accelerator": "cpu"}
 FLAGS = [word for name, value in SETTINGS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 METHODS = ("svd+nog+ow+olr", "bn")
+KINDS = {"damage": 85, "kill": 13, "race": 2}
+"""Kinds of trials, and their shares in percent."""
 STAGES = (3, 12, 24)
 FILES = (
     "config.json",
@@ -131,7 +134,7 @@ class Chaos:
         self.log = []
         victim = self.folder / "victim.txt"
         victim.write_text("precious")
-        any_kind = self.draw.choices(("damage", "kill", "race"), (85, 13, 2))[0]
+        any_kind = self.draw.choices(list(KINDS), list(KINDS.values()))[0]
         try:
             getattr(self, kind or any_kind)()
         except Exception:
@@ -383,7 +386,8 @@ def _main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int)
+    parser.add_argument("--only", type=int, help="this trial alone")
+    parser.add_argument("--kind", choices=KINDS, help="trials of this kind alone; default: mostly damage, some kills")
     chosen = parser.parse_args()
     os.environ["COLUMNS"] = "200"
     with tempfile.TemporaryDirectory() as folder:
@@ -391,7 +395,7 @@ def _main():
         until, number = time.monotonic() + 60 * chosen.minutes, chosen.only or 0
         while time.monotonic() < until:
             before = len(chaos.faults)
-            chaos.trial(number)
+            chaos.trial(number, chosen.kind)
             number += 1
             for fault in chaos.faults[before:]:
                 print(fault, end="\n\n", flush=True)
