@@ -117,12 +117,9 @@ def on_post_build(config: Any, **_: Any) -> None:
 
 def _main() -> None:
     """Write the pictures of README.md, which are figures of the notebooks."""
-    from PIL import Image
-
-    for name, (notebook, number) in {"nan": ("nan", 0), "colour": ("colour", 0)}.items():
-        found = re.findall(r'base64,([^"]+)"', as_markdown(FOLDER / f"{notebook}.py"))
-        picture = Image.open(io.BytesIO(base64.b64decode(found[number]))).convert("RGB")
-        picture.save(ROOT / "docs" / "front" / f"{name}.png", optimize=True)
+    for name, number in {"nan": 0, "colour": 0}.items():
+        found = re.findall(r'base64,([^"]+)"', as_markdown(FOLDER / f"{name}.py"))
+        (ROOT / "docs" / "front" / f"{name}.webp").write_bytes(base64.b64decode(found[number]))
 
 
 if __name__ == "__main__":

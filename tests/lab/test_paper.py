@@ -217,6 +217,9 @@ def test_times_are_measured_once_and_damage_is_named(tmp_path):
         (["table1", "--method", "svd"], "leave out --method"),
         (["table1", "--scale", "small", "--data", "/nowhere"], "/nowhere"),
         (["table6", "--epochs", "1"], "leave out --epochs"),
+        (["table6", "--seeds", "2"], "leave out --seeds"),
+        (["table6", "--jobs", "1"], "leave out --jobs"),
+        (["table6", "--data", "."], "leave out --data"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(command_line, tmp_path, arguments, said):

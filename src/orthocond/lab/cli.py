@@ -273,14 +273,18 @@ def paper_command(
         typer.Argument(metavar="[ITEM]...", help="table1 to table6, figure1 to figure5, or all; default: list them."),
     ] = None,
     scale: Annotated[str, typer.Option(help=f"{', '.join(SCALES)}: how large the runs are.")] = "digits",
-    seeds: Annotated[int, typer.Option(help="Runs of each method; the paper has ten on CIFAR.", min=1)] = 2,
+    seeds: Annotated[
+        int | None, typer.Option(help="Runs of each method; the paper has ten on CIFAR.", min=1, show_default="2")
+    ] = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder with the data, or with cifar10, cifar100 and imagenet in it.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the runs; default: runs/paper/SCALE.", show_default=False)
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Runs at a time on this machine.", min=1)] = min(4, num_cores()),
+    jobs: Annotated[
+        int | None, typer.Option(help="Runs at a time on this machine.", min=1, show_default=str(min(4, num_cores())))
+    ] = None,
 ) -> None:
     """Run what a table or figure of the paper needs, and write it with the paper's numbers beside ours."""
     from orthocond.lab.report.item_page import label, write_items
@@ -298,10 +302,12 @@ def paper_command(
     for name in ("method", "seed"):
         if name in settings:
             raise ArgumentError(f"paper takes its methods and seeds from the items; leave out --{name}.")
-    runs = planned_runs(chosen, scale, seeds, folder, data, settings)
-    if settings and not runs:
-        flag = next(iter(settings)).replace("_", "-")
+    runs = planned_runs(chosen, scale, seeds or 2, folder, data, settings)
+    requested = [*settings, *(name for name, value in {"seeds": seeds, "data": data, "jobs": jobs}.items() if value)]
+    if requested and not runs:
+        flag = requested[0].replace("_", "-")
         raise ArgumentError(f"paper measures the time of a step with the settings of the scale; leave out --{flag}.")
+    jobs = jobs or min(4, num_cores())
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
