@@ -13,6 +13,7 @@ import argparse
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,6 +126,9 @@ def matrices(asked: Case, count: int, generator: np.random.Generator) -> torch.T
     return torch.triu(A) + torch.triu(A, 1).mT
 
 
+Decompose = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
 def jacobi(A: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return eigenvalues, ascending, and eigenvectors of symmetric matrices, by cyclic Jacobi rotations."""
     count, n, _ = A.shape
@@ -165,11 +169,13 @@ class Truth:
     """Where rounding noise does not decide: no eigenvalue is near the cut-off, nor is ``l + eps`` nothing but noise."""
 
 
-def truth(A: np.ndarray, G: np.ndarray, asked: Case, eps: np.ndarray, rtol: float | None) -> Truth:
+def truth(
+    A: np.ndarray, G: np.ndarray, asked: Case, eps: np.ndarray, rtol: float | None, decompose: Decompose = jacobi
+) -> Truth:
     """Return the function of symmetric matrices and the gradient of its inner product with ``G``."""
     n = A.shape[-1]
     _, f, difference = FUNCTIONS[asked.function]
-    l, U = jacobi(A)
+    l, U = decompose(A)
     largest = np.abs(l).max(1, keepdims=True)
     noise = SLACK * n * UNIT * largest
     if rtol is None:

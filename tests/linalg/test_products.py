@@ -2,6 +2,7 @@
 
 import threading
 
+import fuzz_products
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -49,49 +50,32 @@ def compare(A, G, H, solver="products"):
     return values, relative_error(slope, exact_slope)
 
 
-def test_thousands_of_covariances_inside_the_bounds():
-    generator = torch.Generator().manual_seed(0)
-    solver_fallbacks(reset=True)
-    total = 0
-    for number, n in enumerate((1, 2, 3, 5, 16, 33, 64)):
-        count = 1000 if n <= 16 else 120
-        A = covariances(inside(count, n, generator), seed=number)
-        values, slopes = compare(A, noise(count, n, n), noise(count, n, n, seed=2))
-        assert values < 1e-5
-        assert slopes < 1e-4
-        total += count
-    assert solver_fallbacks() == {"products": 0}
-    assert total > 5000
+def test_a_thousand_covariances_inside_the_bounds():
+    """The long run is ``python tests/linalg/fuzz_products.py --matrices 10000``."""
+    found = fuzz_products.fuzz(1000, seed=0, kinds=("inside",))
+    assert (found["matrices"], found["wrong"], found["decomposed"]) == (1000, 0, 0)
 
 
-@pytest.mark.filterwarnings("ignore:a matrix with a negative eigenvalue:orthocond.errors.OrthocondWarning")
-@pytest.mark.parametrize("position", ["gap", "edge", "above dropped", "negative", "spread"])
-def test_outside_the_bounds_it_is_decomposed(position):
-    generator = torch.Generator().manual_seed(1)
-    n, count = 12, 300
-    l = inside(count, n, generator)
-    l = l / l.amax(-1, keepdim=True)
-    uniform = torch.rand(count, generator=generator, dtype=torch.float64)
-    if position == "gap":
-        l[:, -1] = 3 * DROPPED * (0.2 * KEPT / (3 * DROPPED)) ** uniform
-    elif position == "edge":
-        l[:, -1] = 0.5 * (KEPT / n**0.125 + DROPPED) * (0.9 + 0.2 * uniform)
-    elif position == "above dropped":
-        l[:, -1] = DROPPED * (1.05 + uniform)
-    elif position == "negative":
-        l[:, -1] = -(10 ** (-3 + 3 * uniform))
-    else:
-        l = torch.logspace(0, -8, n, dtype=torch.float64).expand(count, n).clone()
-    A, G = covariances(l), noise(count, n, n)
-    solver_fallbacks(reset=True)
+@pytest.mark.parametrize("kind", fuzz_products.OUTSIDE)
+def test_outside_the_bounds_it_is_decomposed_or_right(kind):
     failures = solver_failures()
-    values, slopes = compare(A, G, noise(count, n, n, seed=2))
-    # An eigenvalue within rounding of the cut-off may be counted either way by the two precisions: none is here.
-    assert values < 1e-5
-    assert slopes < 1e-4
+    found = fuzz_products.fuzz(200, seed=0, kinds=(kind,))
+    assert (found["matrices"], found["wrong"]) == (200, 0)
     assert solver_failures() == failures
-    if position in ("above dropped", "negative", "spread"):
-        assert solver_fallbacks()["products"] >= 0.99 * count
+    if kind in ("gap", "negative"):
+        assert found["decomposed"] > 190
+
+
+def test_the_fuzzer_sees_an_error(monkeypatch, capsys):
+    right = products.certified_roots
+
+    def wrong(*arguments):
+        found = right(*arguments)
+        return found._replace(S=found.S * (1 + 1e-4))
+
+    monkeypatch.setattr(products, "certified_roots", wrong)
+    assert fuzz_products.fuzz(100, seed=0, kinds=("inside",))["wrong"] == 100
+    assert "wrong: inside" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
