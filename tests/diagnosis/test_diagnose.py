@@ -290,7 +290,7 @@ def test_a_gradient_that_is_nan_before_it_arrives():
         (root(A).sum() * float("nan")).backward()
     (found,) = diagnosis.findings
     assert (found.verdict, found.consistent) == ("non-finite input", None)
-    assert "Look behind this call" in found.advice
+    assert "The cause comes after this call" in found.advice
 
 
 def test_approximate_gradients_of_our_own_at_ties():

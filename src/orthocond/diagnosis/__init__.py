@@ -51,7 +51,7 @@ def diagnose(model: nn.Module | None = None) -> "Diagnosis":
         >>> diagnosis.findings[0].verdict
         'ties'
         >>> print(diagnosis.findings[0].advice)
-        Replace the decomposition, and what is built from it, by one function whose gradient doesn't divide by it:
+        Replace the decomposition, and the lines that use its result, by one function whose gradient is exact here:
             orthocond.linalg.matrix_inv_sqrth(A)
     """
     return Diagnosis(model)

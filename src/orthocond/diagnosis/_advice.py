@@ -12,8 +12,9 @@ def explain(call: Call, verdict: str, gradient: Gradient | None, index: int) -> 
         return _non_finite_input(call)
     if verdict == "non-finite input":
         return (
-            "The gradient that arrives at this call already holds NaN or infinity. The matrix itself is fine.",
-            "Look behind this call: at the loss, and at what is done with the result. This names the operation:\n"
+            "The gradient that arrives at this call already contains NaN or infinity. The matrix itself is fine.",
+            "The cause comes after this call: in the loss, or in what is done with the result. This setting names the "
+            "operation:\n"
             "    torch.autograd.set_detect_anomaly(True)",
         )
     if verdict == "healthy":
@@ -40,7 +41,7 @@ def _healthy(call: Call, gradient: Gradient | None) -> str:
 
 def _non_finite_input(call: Call) -> tuple[str, str]:
     return (
-        "The matrix already holds NaN or infinity when it is decomposed. The cause is in front of this call.",
+        "The matrix already contains NaN or infinity when it is decomposed. The cause comes before this call.",
         "Find the first layer with a non-finite output. If the matrix is a covariance computed in float16, it "
         "overflows above 65504. Compute it in float32, outside autocast:\n"
         f"    with torch.autocast({call.device.type!r}, enabled=False):\n"
@@ -60,11 +61,11 @@ def _ties(call: Call, gradient: Gradient | None, index: int) -> tuple[str, str]:
         reason += " No backward pass was seen."
     else:
         reason += (
-            f"{_came_back(gradient, index)} The loss itself is well posed: it doesn't depend on the choice of "
+            f"{_came_back(gradient, index)} The loss itself is well posed: it is the same for every valid choice of "
             f"{vectors}, so its true gradient is finite."
         )
     return reason, (
-        "Replace the decomposition, and what is built from it, by one function whose gradient doesn't divide by it:\n"
+        "Replace the decomposition, and the lines that use its result, by one function whose gradient is exact here:\n"
         + _replacement(call, gradient, index)
     )
 
@@ -82,8 +83,9 @@ def _singular(call: Call, gradient: Gradient | None, index: int) -> tuple[str, s
         reason += f". The gradient divides by {divisors}.{_came_back(gradient, index)}"
     else:
         reason += (
-            ". They are nothing but noise, and the loss takes a root, a logarithm or an inverse of them, or uses their "
-            f"{_vectors(call)}. The gradient is finite, but dominated by that noise."
+            f": the solver returns rounding noise for {'it' if num_zero == 1 else 'them'}. The loss takes a root, a "
+            f"logarithm or an inverse of that noise, or uses its {_vectors(call)}. So the gradient is finite, "
+            "but mostly noise."
         )
     return reason, (
         f"Drop the zero {values}, in the result and in the gradient:\n"
@@ -105,7 +107,7 @@ def _negative(call: Call, index: int) -> tuple[str, str]:
     assert call.values is not None
     return (
         f"The matrix has a negative eigenvalue ({float(call.values[index].min()):.2g}), which is more than rounding. "
-        "It is no covariance: it has no real square root, logarithm or Cholesky factor.",
+        "So the matrix is not a covariance, and has no real square root, logarithm or Cholesky factor.",
         "Check how the matrix is formed. A covariance computed as E[x x^T] - E[x] E[x]^T loses its digits where the "
         "mean is large. Subtract the mean first, in float64 if need be:\n"
         "    covariance = orthocond.linalg.covariance(features)",
@@ -116,7 +118,8 @@ def _ill_conditioned(call: Call, gradient: Gradient | None, index: int) -> tuple
     if call.kind == "ours":
         return (
             f"The matrix is singular, and eps={call.options.get('eps', 0.0):g} keeps its zero eigenvalues: rounding "
-            "noise is divided by sqrt(eps). The gradient is exact, but its function changes with each batch.",
+            "noise is divided by sqrt(eps). The gradient is exact, but of a function that amplifies noise, and "
+            "the noise of each batch is different.",
             f"Drop the zero eigenvalues:\n    eps=0.0, rtol={_rtol(call)}  # options of {call.function}",
         )
     s, values = call.spread, _values(call)
@@ -133,31 +136,33 @@ def _ill_conditioned(call: Call, gradient: Gradient | None, index: int) -> tuple
         )
     advice = f"Treat the smallest {values} as zero:\n" + _replacement(call, gradient, index, rtol=True)
     if dtype != "float64":
-        advice += "\nOr compute the matrix in float64, from its factors, and decompose it there."
+        advice += "\nOr use float64 from the start: convert what the matrix is computed from, not the finished matrix."
     return reason, advice
 
 
 def _ill_posed(call: Call, gradient: Gradient | None, _: int) -> tuple[str, str]:
-    values, vectors = _values(call), _vectors(call)
+    values, vectors, is_svd = _values(call), _vectors(call), call.kind in ("svd", "svdvals")
     if gradient is not None and gradient.num_used == 0:
+        largest = "torch.linalg.svdvals({})[..., :k]" if is_svd else "torch.linalg.eigvalsh({})[..., -k:]"
         return (
             f"Two {values} are equal up to rounding, and the loss treats them differently. A single one of them has no "
             "derivative there.",
             "Use a function that treats equal ones alike, for example the sum of the k largest:\n"
-            f"    torch.linalg.eigvalsh({call.place.argument})[..., -k:].sum(-1)",
+            f"    {largest.format(call.place.argument)}.sum(-1)",
         )
+    first = ":k" if is_svd else "-k:"
     return (
         f"Two {values} are equal up to rounding, and the loss depends on which {vectors} of their common space the "
         "solver returns. Any rotation of them is as valid. So the loss is not a function of the matrix, and no formula "
         "for the gradient can be right.",
         f"Change the loss so that it uses the space and not its basis. For example, use the projector on the {vectors} "
         "of the k largest values, which must differ from the other values:\n"
-        f"    P = orthocond.linalg.spectral_projector({_gram(call)}, k)  # in place of U[:, -k:]",
+        f"    P = orthocond.linalg.spectral_projector({_gram(call)}, k)  # in place of U[:, {first}]",
     )
 
 
 def _cholesky(call: Call, index: int) -> tuple[str, str]:
-    A, n = call.place.argument, call.shape[-1]
+    A, B, n = call.place.argument, _operand(call), call.shape[-1]
     lowest = "" if call.values is None else f" (smallest eigenvalue {float(call.values[index].min()):.1e})"
     reason = (
         f"The matrix is singular up to rounding{lowest}, so it has no Cholesky factor."
@@ -165,10 +170,10 @@ def _cholesky(call: Call, index: int) -> tuple[str, str]:
         else f"The matrix is nearly singular{lowest}: its Cholesky factor and the gradient have few correct digits."
     )
     return reason, (
-        "Use the symmetric square root, which exists for singular matrices too. It is a factor as well, Q Q^T = A:\n"
+        "Use the symmetric square root. It exists for singular matrices too, and Q @ Q.mT is the matrix:\n"
         f"    Q = orthocond.linalg.matrix_sqrth({A})\n"
         "Or add to the diagonal, relative to its size:\n"
-        f"    torch.linalg.cholesky({A} + 1e-5 * {A}.diagonal(dim1=-2, dim2=-1).mean() * torch.eye({n}).to({A}))"
+        f"    torch.linalg.cholesky({A} + 1e-5 * {B}.diagonal(dim1=-2, dim2=-1).mean() * torch.eye({n}).to({A}))"
     )
 
 
@@ -179,7 +184,7 @@ def _came_back(gradient: Gradient | None, index: int) -> str:
         return " The backward pass returned NaN or infinity."
     amplification, noise = float(gradient.amplification[index]), float(gradient.noise[index])
     if amplification > 100:
-        return f" The gradient that came back is {amplification:.1e} times as large as its well-posed part."
+        return f" The gradient that came back is {amplification:.1e} times as large as without that division."
     return f" The error of the gradient that came back may be {min(noise, 1.0):.0%}." if noise > 1e-2 else ""
 
 
@@ -195,12 +200,18 @@ def _rtol(call: Call) -> str:
     return "1e-4" if call.unit > 1e-10 else "1e-8"
 
 
+def _operand(call: Call) -> str:
+    """Return what is decomposed, in the words of its source line, in parentheses where it is an expression."""
+    A = call.place.argument
+    return A if A.replace(".", "").replace("_", "").isalnum() else f"({A})"
+
+
 def _gram(call: Call, *, both_sides: bool = False) -> str:
     """Return the symmetric matrix whose eigenvectors are the vectors of a call, in the words of its source line."""
     A = call.place.argument
     if call.kind != "svd" or (call.symmetric and not both_sides):
         return A
-    return f"{A} @ {A}.mT" if A.replace(".", "").replace("_", "").isalnum() else f"({A}) @ ({A}).mT"
+    return f"{_operand(call)} @ {_operand(call)}.mT"
 
 
 def _replacement(call: Call, gradient: Gradient | None, index: int, *, rtol: bool = False) -> str:
@@ -216,7 +227,7 @@ def _replacement(call: Call, gradient: Gradient | None, index: int, *, rtol: boo
     if call.kind == "svd" and (both_sides or not call.symmetric):
         k = int(call.spread.rank[index]) if rtol and call.spread is not None else "k"
         projector = f"orthocond.linalg.spectral_projector({_gram(call, both_sides=both_sides)}, {k})"
-        return f"    {projector} @ {A}  # the best approximation of rank {k}"
+        return f"    {projector} @ {_operand(call)}  # the best approximation of rank {k}"
     powers = {function for function in call.use.functions if isinstance(function, float)}
     if powers == {0.5, -0.5}:
         return f"    Q, S = orthocond.linalg.matrix_sqrth_pair({A}{option})"

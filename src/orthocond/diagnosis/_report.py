@@ -9,6 +9,7 @@ from orthocond.diagnosis._findings import VERDICTS, Finding
 __all__ = ["as_html", "as_text", "grouped"]
 
 _WIDTH = 100
+_SINGULAR = ("svd", "svdvals", "pinv", "pinverse")
 _CELL = "text-align:left;vertical-align:top"
 
 
@@ -36,19 +37,21 @@ def _headline(groups: list[tuple[Finding, int]]) -> str:
 
 def _numbers(found: Finding) -> str:
     sides = min(found.shape[-2:])
+    is_singular = found.function.endswith(_SINGULAR)
+    values, vectors = ("singular values", "singular vectors") if is_singular else ("eigenvalues", "eigenvectors")
     parts = []
     if found.rank is not None and not found.function.startswith("torch.linalg.chol"):
         parts.append(f"rank {found.rank} of {sides}")
     if found.cond is not None:
         parts.append(f"condition number {found.cond:.2g}")
     if found.gap is not None and "cholesky" not in found.function:
-        parts.append(f"smallest relative gap {found.gap:.2g}")
+        parts.append(f"smallest relative gap between {values} {found.gap:.2g}")
     if found.gradient_finite is not None:
         parts.append("gradient finite" if found.gradient_finite else "gradient NaN or infinite")
     if found.amplification is not None and found.gradient_finite and found.amplification > 10:
-        parts.append(f"amplification {found.amplification:.1e}")
+        parts.append(f"amplified {found.amplification:.1e} times")
     if found.consistent is not None and found.verdict != "healthy":
-        parts.append("loss well posed" if found.consistent else "loss depends on the choice of eigenvectors")
+        parts.append("loss well posed" if found.consistent else f"loss depends on the choice of {vectors}")
     return ", ".join(parts)
 
 
