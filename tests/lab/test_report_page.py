@@ -179,6 +179,18 @@ def test_the_chart_of_errors_zooms_and_unzooms(browser, page):
     assert button.get_attribute("aria-pressed") == "true"
 
 
+def test_ticks_within_a_decade_are_whole_numbers_and_epochs_are_integers(browser, page):
+    load(browser, page)
+    script = """
+        return ["loss", "progress"].map((chart) => {
+          const {xaxis, yaxis} = document.querySelector(`#section-0 figure[data-chart="${chart}"] .plot`)._fullLayout;
+          return [yaxis.type, yaxis.tickformat, xaxis.dtick];
+        });"""
+    (kind, tickformat, _), (*_, step) = browser.execute_script(script)
+    assert (kind, tickformat) == ("log", "~g")
+    assert step == int(step)
+
+
 def test_no_mark_has_a_method_s_colour_and_svd_is_named_as_the_baseline(browser, page):
     load(browser, page)
     script = """

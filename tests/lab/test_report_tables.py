@@ -224,6 +224,20 @@ def test_the_chart_of_errors_opens_where_methods_differ(sweep):
     assert 1 <= first < last == view.x[-1]
 
 
+def test_two_epochs_are_shown_whole(tmp_path):
+    for seed in range(2):
+        run = make_run(tmp_path / f"run-{seed}", seed=seed)
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        kept = [line for line in lines if line["kind"] == "step" or line["epoch"] <= 2]
+        for line in kept:
+            line |= {"val_error": {1: 80.0, 2: 20.0 + seed}[line["epoch"]]} if line["kind"] == "epoch" else {}
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    (section,) = read_report([tmp_path]).sections
+    view = next(chart for chart in charts_of(section.experiment) if chart.key == "progress").views[0]
+    assert list(view.x) == [1, 2]
+    assert view.zoom is None
+
+
 def test_losses_are_smoothed_and_the_raw_ones_are_there(sweep):
     (section,) = read_report([sweep]).sections
     smoothed, raw = next(chart for chart in charts_of(section.experiment) if chart.key == "loss").views

@@ -222,7 +222,8 @@ def _number(value: float) -> str:
 def _zoomed(view: View) -> View:
     """Return a view of errors that opens where methods differ: the range of the second half of the training.
 
-    Where one method's error is many times another's, the axis is logarithmic, so that none of them is a flat line.
+    Where one method's error is many times another's, the axis is logarithmic, so that none of them is a flat line. With
+    fewer than four points there is no zoom: it would show ends of lines.
     """
     half = len(view.x) // 2
     if not view.series or half == 0:
@@ -235,7 +236,7 @@ def _zoomed(view: View) -> View:
     low, high = float(late.min()), float(late.max())
     if low > 0 and high > _MANY_TIMES * low:
         return dataclasses.replace(view, is_log=True)
-    if high - low > 0.5 * (float(every.max()) - low):
+    if half < 2 or high - low > 0.5 * (float(every.max()) - low):
         return view
     margin = 0.06 * (high - low) or 0.5
     inside = np.any([lines.middle <= high for lines in view.series.values()], axis=0)

@@ -87,26 +87,26 @@
     }
     const annotations = infinite ? [{ xref: "paper", x: 1, y: view.log ? Math.log10(ceiling) : ceiling, xanchor: "right",
       yanchor: "bottom", text: "▲ infinite", showarrow: false, font: { size: 11, color: variable("--soft") } }] : [];
+    const ticks = view.log ? logTicks(view, ceiling) : {};
     return [hairs.concat(bands, middles, marks), layout({
       hovermode: isNarrow() ? "closest" : "x unified", annotations,
-      xaxis: { title: { text: xAxis }, rangemode: isLater(view) ? "normal" : "tozero", ...(zoomed && view.zoom ? { range: view.zoom[0] } : { autorange: true }),
-        unifiedhovertitle: { text: `${xAxis} %{x}` } },
+      xaxis: { title: { text: xAxis }, rangemode: xAxis === "epoch" || isLater(view) ? "normal" : "tozero", ...(zoomed && view.zoom ? { range: view.zoom[0] } : { autorange: true }),
+        dtick: xAxis === "epoch" && view.x.length <= 10 ? 1 : undefined, unifiedhovertitle: { text: `${xAxis} %{x}` } },
       yaxis: { title: { text: view.axis }, type: view.log ? "log" : "linear", exponentformat: "power", rangemode: "tozero",
-        ...(zoomed && view.zoom ? { range: view.zoom[1] } : { autorange: true }),
-        ...(view.log ? ticks(view, ceiling) : {}) },
+        ...(zoomed && view.zoom ? { range: view.zoom[1] } : { autorange: true }), ...ticks },
     })];
   }
 
   // A part of the training that begins later is not shown from step 0.
   const isLater = (view) => view.x.length > 1 && view.x[0] > .2 * view.x[view.x.length - 1];
 
-  function ticks(view, ceiling) {
+  function logTicks(view, ceiling) {
     let lowest = Infinity;
     for (const lines of Object.values(view.series))
       for (const value of lines.floor) if (typeof value === "number" && value > 0) lowest = Math.min(lowest, value);
     const span = Math.log10(ceiling) - Math.log10(lowest);
     if (span > 3) return { dtick: Math.max(1, Math.ceil(span / 8)) };
-    return { dtick: "D2", tickformat: ceiling < 1e5 && lowest > 1e-4 ? "~g" : ".0e" }; // 1, 2 and 5 of each decade, in full
+    return { dtick: "D2", tickformat: ceiling < 1e5 && lowest > 1e-4 ? "~g" : ".0e" }; // 1, 2 and 5 of each decade, in full; without a format, plotly writes 0.05 as a small 5
   }
 
   const listed = (methods, hidden) => methods.filter((method) => !hidden.has(method)).reverse();
@@ -127,7 +127,7 @@
     const shapes = typeof base === "number" ? [{ type: "line", x0: base, x1: base, y0: 0, y1: 1, yref: "paper", layer: "below",
       line: { color: variable("--soft"), width: 1, dash: "dot" } }] : [];
     return [methods.length ? [...dots, means] : [], layout({ hovermode: "closest", shapes, height: 90 + 26 * Math.max(1, methods.length),
-      xaxis: { title: { text: "validation error in %" }, type: wide ? "log" : "linear", dtick: wide ? "D2" : undefined },
+      xaxis: { title: { text: "validation error in %" }, type: wide ? "log" : "linear", ...(wide ? WITHIN_DECADES : {}) },
       yaxis: { type: "category", categoryarray: methods.map(text), showgrid: false, range: [-.6, methods.length - .4] } })];
   }
 
