@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import charts
+import collect
 import pytest
 import records
 import tables
@@ -27,6 +28,15 @@ def test_the_benchmark_s_page_is_that_of_the_committed_figures():
     assert markdown(results, "benchmark.png") == (ROOT / "docs" / "benchmark.md").read_text()
 
 
+def test_collecting_keeps_what_is_committed_of_other_experiments():
+    committed = records.read_text("runs")
+    lines = collect._with_others("runs", [{"experiment": "new", "method": "svd", "seed": 0, "another": 1}])
+    assert len(lines) == len(committed) + 1
+    assert lines[-1]["another"] == 1
+    assert lines[-1]["error"] == ""
+    assert [{key: line[key] for key in committed[0]} for line in lines[:-1]] == committed
+
+
 def test_every_method_of_the_committed_runs_has_all_its_seeds():
     runs = records.read("runs")
     for experiment in {run["experiment"] for run in runs}:
@@ -37,7 +47,12 @@ def test_every_method_of_the_committed_runs_has_all_its_seeds():
 
 
 def test_pictures_are_drawn_from_the_committed_files(tmp_path):
-    for draw, name in ((charts.draw_gauged, "curves"), (charts.draw_treated, "curves"), (charts.draw_errors, "runs")):
+    for draw, name in (
+        (charts.draw_gauged, "curves"),
+        (charts.draw_treated, "curves"),
+        (charts.draw_errors, "runs"),
+        (charts.draw_spectrum, "spectrum"),
+    ):
         file = tmp_path / f"{draw.__name__}.png"
         draw(records.read(name), file)
         assert file.stat().st_size > 10_000

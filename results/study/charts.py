@@ -6,6 +6,8 @@ from typing import Any
 
 from records import THRESHOLD, Group, Record, groups
 
+from orthocond.linalg import SOLVERS
+
 STEMS = {"stem16": "16 channels, full rank", "stem64": "64 channels, rank 27 at most"}
 COLOURS = {
     "svd": "#0072b2",
@@ -18,6 +20,9 @@ COLOURS = {
     "svd+gauge": "#009e73",
 }
 """Of the methods in pictures."""
+
+
+KEPT, DROPPED = (SOLVERS["products"].options[name] for name in ("kept", "dropped"))
 
 
 def draw_gauged(curves: list[Record], file: Path) -> None:
@@ -43,6 +48,22 @@ def draw_treated(curves: list[Record], file: Path) -> None:
             _line(axis, curves, experiment, method, "cond")
     axes[0].set_ylabel("condition number, median of the seeds")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
+    figure.savefig(file, dpi=110, metadata={"Software": None})
+
+
+def draw_spectrum(spectra: list[Record], file: Path) -> None:
+    """Draw the eigenvalues of the stem's covariance over the steps, with the bounds of the solver by products."""
+    methods = {"svd": "svd", "products+gauge": "products+gauge"}
+    figure, axes = _pyplot().subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    for axis, (method, title) in zip(axes, methods.items(), strict=True):
+        own = [point for point in spectra if point["method"] == method]
+        steps = [point["step"] for point in own]
+        for name in (name for name in own[0] if name.isdecimal()):
+            axis.plot(steps, [max(point[name], 1e-9) for point in own], color="#0072b2", linewidth=0.7, alpha=0.8)
+        axis.axhspan(DROPPED, KEPT, color="#e69f00", alpha=0.2, linewidth=0)
+        axis.set(yscale="log", ylim=(1e-9, 2), title=title, xlabel="step")
+    axes[0].set_ylabel("eigenvalues, relative to the largest")
+    axes[1].text(990, (KEPT * DROPPED) ** 0.5, "the gap that products need", ha="right", va="center", fontsize=9)
     figure.savefig(file, dpi=110, metadata={"Software": None})
 
 

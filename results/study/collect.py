@@ -3,7 +3,8 @@
     python results/study/collect.py RUNS
 
 From the run folders to the files beside this one: `runs.csv` has a line for each run, `curves.csv` the condition
-numbers over the steps, and each experiment its report as CSV and JSON.
+numbers over the steps, and each experiment its report as CSV and JSON. What the files have of experiments that are not
+in RUNS stays.
 """
 
 import json
@@ -15,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from records import CONDITIONS, HERE, QUARTERS, THRESHOLD, Record, write
+from records import CONDITIONS, HERE, QUARTERS, THRESHOLD, Record, read_text, write
 
 from orthocond.lab.report import write_report
 from orthocond.lab.report.folders import method_order
@@ -43,9 +44,20 @@ def collect(runs: Path) -> None:
             curves += [{"experiment": experiment.name, **point} for point in _curve(method, by_method[method])]
         for form in ("csv", "json"):
             write_report([experiment], HERE / f"{experiment.name}.{form}", format=form)
-    lines.sort(key=lambda line: (line["experiment"], method_order(line["method"]), line["seed"]))
-    write("runs", lines)
-    write("curves", curves)
+    write("runs", sorted(_with_others("runs", lines), key=_place))
+    write("curves", sorted(_with_others("curves", curves), key=lambda point: point["experiment"]))
+
+
+def _with_others(name: str, collected: list[Record]) -> list[Record]:
+    """Return what was collected, with the committed lines of other experiments in front."""
+    experiments = {line["experiment"] for line in collected}
+    others = [line for line in read_text(name) if line["experiment"] not in experiments]
+    keys = dict.fromkeys(key for line in (*collected, *others) for key in line)
+    return [{key: line.get(key, "") for key in keys} for line in (*others, *collected)]
+
+
+def _place(line: Record) -> tuple[str, tuple[int, str], int]:
+    return line["experiment"], method_order(line["method"]), int(line["seed"])
 
 
 def _run(folder: Path, config: Record) -> tuple[Record, dict[str, np.ndarray]]:
@@ -68,6 +80,8 @@ def _run(folder: Path, config: Record) -> tuple[Record, dict[str, np.ndarray]]:
         "switched": _count(steps, "switched"),
         "gauged": _count(steps, "gauged"),
         "failures": sum(record["failures"] or 0 for record in steps),
+        "fallbacks": _count(steps, "fallbacks"),
+        **_shares(steps, config["method"]),
         "seconds": _digits(statistics.median(record["seconds"] / record["steps"] for record in times)),
     }
     if config["method"] == "bn":
@@ -97,8 +111,26 @@ def _median(values: np.ndarray) -> float:
 
 
 def _count(steps: list[Record], name: str) -> int | str:
-    known = [record[name] for record in steps if record[name] is not None]
+    known = [record[name] for record in steps if record.get(name) is not None]
     return sum(known) if known else ""
+
+
+def _shares(steps: list[Record], method: str) -> Record:
+    """Return the share of steps whose whitening decomposed nothing, of those in which a change of gauge did not either,
+    and of those whose condition number is at most the threshold.
+
+    The condition number is the one that gauge decides by, on the support that the whitening keeps; without gauge the one
+    that is recorded.
+    """
+    name = "cond_before" if "gauge" in method else "cond_support"
+    known = [record[name] for record in steps if record.get(name) is not None]
+    free = [record.get("fallbacks", 1) == 0 for record in steps]
+    nowhere = [is_free and not record.get("gauged") for is_free, record in zip(free, steps, strict=True)]
+    return {
+        "whitened_by_products": "" if method == "bn" else _digits(statistics.mean(free)),
+        "without_decomposition": "" if method == "bn" else _digits(statistics.mean(nowhere)),
+        "at_most_threshold": _digits(statistics.mean(cond <= THRESHOLD for cond in known)) if known else "",
+    }
 
 
 def _number(value: float | None) -> float:

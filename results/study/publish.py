@@ -4,7 +4,7 @@ A table in a page stands between `<!-- table NAME -->` and `<!-- end -->`, and i
 written by hand.
 """
 
-from charts import draw_errors, draw_gauged, draw_treated
+from charts import draw_errors, draw_gauged, draw_spectrum, draw_treated
 from records import HERE, read
 from tables import with_tables
 
@@ -19,6 +19,7 @@ def publish() -> None:
     draw_gauged(curves, DOCS / "gauge.png")
     draw_treated(curves, DOCS / "conditions.png")
     draw_errors(runs, DOCS / "results.png")
+    draw_spectrum(read("spectrum"), DOCS / "spectrum.png")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,13 @@ Record = dict[str, Any]
 
 def read(name: str) -> list[Record]:
     """Return the records of a committed file, its numbers as numbers."""
+    return [{key: _parsed(value) for key, value in record.items()} for record in read_text(name)]
+
+
+def read_text(name: str) -> list[Record]:
+    """Return the records of a committed file as they are written."""
     with (HERE / f"{name}.csv").open(newline="") as file:
-        return [{key: _parsed(value) for key, value in record.items()} for record in csv.DictReader(file)]
+        return list(csv.DictReader(file))
 
 
 def write(name: str, records: list[Record]) -> None:

@@ -27,6 +27,13 @@ REASONS = {
     "stem64-paper-eps": "64 channels, 1,000 steps, `eps=0.01`, nothing dropped",
 }
 """Experiments with and without a reason why the paper's best treatment may not help."""
+PRODUCTS = {
+    "products16": "16 channels",
+    "products64": "64 channels",
+    "products64-rate": "64 channels, learning rate 0.3",
+    "products64-adamw": "64 channels, AdamW, learning rate 1e-3, weight decay 0.01",
+}
+"""Experiments with whitening by products alone."""
 STATISTICS = {"running": "error %, running statistics", "weight at rest": "after the training", "batch": "each batch's"}
 """What the whitening layer was tested with."""
 
@@ -43,11 +50,11 @@ def with_tables(page: str, runs: list[Record]) -> str:
     )
 
 
-def compared(found: list[Group]) -> Iterable[tuple[Group, str, str]]:
-    """Yield each method with its difference to svd, and what the noise of the seeds makes of it."""
-    control = next(group for group in found if group.method == "svd").by_seed("error")
+def compared(found: list[Group], control: str = "svd") -> Iterable[tuple[Group, str, str]]:
+    """Yield each method with its difference to another one, and what the noise of the seeds makes of it."""
+    errors = next(group for group in found if group.method == control).by_seed("error")
     differences = [
-        None if group.method == "svd" else paired_difference(group.by_seed("error"), control) for group in found
+        None if group.method == control else paired_difference(group.by_seed("error"), errors) for group in found
     ]
     corrected = holm([math.nan if difference is None else difference.p for difference in differences])
     for group, difference, p in zip(found, differences, corrected, strict=True):
@@ -88,6 +95,36 @@ def gauge_table(runs: list[Record], experiment: str) -> Table:
         )
     header = ["method", "error %", "difference to svd", "seeds' noise", "cond", "on the support", "with eps"]
     return [*header, "steps below 10", "applied", "rank"], rows
+
+
+def products_table(runs: list[Record]) -> Table:
+    """Return what products do beside decompositions, both with gauge: error, training loss, and how they did it."""
+    rows = []
+    for experiment, title in PRODUCTS.items():
+        found = groups(runs, experiment)
+        if not found:
+            continue
+        control = next(group for group in found if group.method == "svd+gauge")
+        for group, *told in compared(found, control.method):
+            difference = paired_difference(group.by_seed("loss_4"), control.by_seed("loss_4"))
+            rows.append(
+                [
+                    title,
+                    group.method,
+                    group.error,
+                    *told,
+                    group.mean("loss_4", "{:.3f}"),
+                    text.difference(None) if group is control else _loss(difference),
+                    _range(group.values("whitened_by_products"), "{:.1%}"),
+                    _range(group.values("without_decomposition"), "{:.1%}"),
+                    _range(group.values("at_most_threshold"), "{:.1%}"),
+                    _range(group.values("below_threshold"), "{:.1%}"),
+                ]
+            )
+            title = ""
+    header = ["", "method", "error %", "difference to svd+gauge", "seeds' noise", "training loss at the end"]
+    shares = ["steps whitened by products", "without any decomposition", "cond at most 10", "by the cut 1e-5"]
+    return [*header, "difference", *shares], rows
 
 
 def losses_table(runs: list[Record], experiment: str) -> Table:
@@ -162,7 +199,8 @@ def changes_table(runs: list[Record]) -> Table:
     An experiment with one is called after the one without: ``stem64-paper-eps`` is ``stem64`` with the paper's eps.
     """
     rows = []
-    for experiment in sorted({str(run["experiment"]) for run in runs if "-" in str(run["experiment"])}):
+    names = {str(run["experiment"]) for run in runs} - set(PRODUCTS)
+    for experiment in sorted(name for name in names if "-" in name):
         base = experiment.partition("-")[0]
         for group in groups(runs, experiment):
             before = Group(runs, base, group.method)
@@ -229,6 +267,7 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
     "gauge64": lambda runs: gauge_table(runs, "stem64"),
     "losses16": lambda runs: losses_table(runs, "stem16"),
     "losses64": lambda runs: losses_table(runs, "stem64"),
+    "products": products_table,
     "rank": lambda runs: rank_table(
         runs, ("svd, rtol 1e-4", "svd, rtol 2e-5", "svd+gauge, rtol 1e-4"), "svd, rtol 2e-5"
     ),

@@ -12,18 +12,15 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from records import HERE, write
+from records import write
+from stepping import CPU, stepping, study_config
 
-from orthocond.lab.config import Config, changed, from_toml
+from orthocond.lab.config import Config, changed
 from orthocond.lab.data import Data, Part, load_data
-from orthocond.lab.network import network
-from orthocond.lab.presets import preset
-from orthocond.lab.state import learning_rate_factor
 
-WAYS = {"svd": ("svd", "input"), "gauge, metric weight": ("svd+gauge", "weight"), "gauge": ("svd+gauge", "input")}
+WAYS = {"svd": "svd", "gauge, metric weight": "svd+gauge(metric=weight)", "gauge": "svd+gauge"}
 BANDS = {"1 to 4": (0, 4), "5 to 8": (4, 8), "9 to 12": (8, 12), "13 to 16": (12, 16)}
 MARK = 10
-CPU = torch.device("cpu")
 
 
 def patch_root(data: Data) -> torch.Tensor:
@@ -41,31 +38,15 @@ def polar(weight: torch.Tensor, root: torch.Tensor, rtol: float) -> torch.Tensor
     return (U * (s.square() > rtol * s[0] ** 2)) @ Vh
 
 
-def turning(method: str, metric: str, config: Config, data: Data) -> torch.Tensor:
+def turning(config: Config, data: Data) -> torch.Tensor:
     """Return how far each column moved."""
-    torch.manual_seed(config.seed)
-    model, treatment = network(changed(config, {"method": method, "metric": metric}), data, sync=False)
-    optimizer = torch.optim.SGD(
-        model.parameters(), config.learning_rate, config.momentum, weight_decay=config.weight_decay
-    )
-    if treatment is not None:
-        treatment.attach(optimizer)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(config, 1000, 1000))
-    root, rtol = patch_root(data), model.bn1.rtol
-    before, moved = None, torch.zeros(27, dtype=torch.float64)
-    model.train()
-    for step, (x, y) in enumerate(data.train_batches(1, 0, Part(), CPU), 1):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        schedule.step()
+    root, before, moved = patch_root(data), None, torch.zeros(27, dtype=torch.float64)
+    for step, model in stepping(config, data):
         if step % MARK == 0:
-            now = polar(model.conv1.weight, root, rtol)
+            now = polar(model.conv1.weight, root, model.bn1.rtol)
             moved += 0 if before is None else (now - before).norm(dim=0)
             before = now
-        if step == config.steps:
-            return moved
-    raise SystemExit("too few images for so many steps")
+    return moved
 
 
 def main() -> None:
@@ -75,13 +56,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    settings = from_toml(HERE / "settings.toml") | {"data": args.data, "width": 64, "steps": args.steps}
-    config = changed(preset("dbn-cifar10-small"), settings)
+    config = study_config(args.data, args.steps)
     data = load_data(config)
     records = []
     for seed in range(args.seeds):
-        for way, (method, metric) in WAYS.items():
-            moved = turning(method, metric, changed(config, {"seed": seed}), data)
+        for way, method in WAYS.items():
+            moved = turning(changed(config, {"seed": seed, "method": method}), data)
             means = {band: f"{moved[start:end].mean():.4g}" for band, (start, end) in BANDS.items()}
             records.append({"way": way, "seed": seed, **means})
             print(records[-1], flush=True)

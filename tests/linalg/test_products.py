@@ -204,11 +204,30 @@ def test_a_compiled_training_step_is_products_alone():
     assert compiled(flat).isnan().all()
 
 
-def test_compiled_for_several_sizes():
-    compiled = torch.compile(lambda A: matrix_sqrth(A, solver="products"), fullgraph=True, backend="eager")
-    for n in (5, 3):  # the second time as a symbol
-        A = covariances(torch.linspace(1.0, 0.3, n))
-        assert torch.allclose(compiled(A), matrix_sqrth(A, solver="products"), atol=1e-5)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_for_several_sizes(dynamic):
+    function = lambda A: matrix_sqrth(A, solver="products")
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for n in (5, 3):  # the second time as a symbol, with dynamic=True the first time too
+        A = covariances(torch.linspace(1.0, 0.3, n)).requires_grad_()
+        assert torch.allclose(compiled(A), function(A), atol=1e-5)
+        slopes = [torch.autograd.grad(each(A), A, noise(n, n))[0] for each in (compiled, function)]
+        assert torch.allclose(*slopes, atol=1e-5)
+
+
+def test_a_layer_compiled_for_any_batch():
+    compiled = torch.compile(
+        DecorrelatedBatchNorm2d(6, solver="products"), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for batch in (8, 5):
+        x, g = noise(batch, 6, 10, 10), noise(batch, 6, 10, 10, seed=2)
+        results = []
+        for layer in (compiled, DecorrelatedBatchNorm2d(6, solver="products")):
+            leaf = x.clone().requires_grad_()
+            y = layer(leaf)
+            results.append((y, *torch.autograd.grad(y, leaf, g)))
+        for traced, plain in zip(*results, strict=True):
+            assert torch.allclose(traced, plain, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore")  # the exporters' own

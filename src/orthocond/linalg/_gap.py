@@ -47,7 +47,8 @@ class Bounds(NamedTuple):
                 f"solver='products' needs dropped < kept / n^(1/8), which is {smallest:.3g} for {n}x{n} matrices, got "
                 f"kept={kept} and dropped={dropped}; lower dropped, or raise kept."
             )
-        return cls(smallest, dropped, _ERROR * torch.finfo(A.dtype).eps, precision)
+        error = _ERROR * torch.finfo(A.dtype).eps
+        return cls(_constant(smallest), _constant(dropped), _constant(error), precision)
 
     @property
     def shift(self) -> float:
@@ -63,6 +64,14 @@ class Bounds(NamedTuple):
     def root_steps(self) -> tuple[tuple[float, float, float], ...]:
         """The steps of the root."""
         return quintics(self.smallest**0.5, self.error)
+
+
+def _constant(number: float) -> float:
+    """Return a number in [0, 1] as one that the compiler knows: with ``dynamic=True`` it makes symbols of floats.
+
+    The steps depend on it. An integer made of a symbol is a number, and 60 bits are enough for a bound.
+    """
+    return operator.index(int(number * 2.0**60)) / 2.0**60 if torch.compiler.is_compiling() else number
 
 
 class Certified(NamedTuple):
