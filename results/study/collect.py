@@ -116,10 +116,10 @@ def _count(steps: list[Record], name: str) -> int | str:
 
 
 def _shares(steps: list[Record], method: str) -> Record:
-    """Return the share of steps whose whitening decomposed nothing, of those in which a change of gauge did not either,
-    and of those whose condition number is at most the threshold.
+    """Return shares of the steps: those whose whitening decomposed nothing, and well conditioned ones.
 
-    The condition number is the one that gauge decides by, on the support that the whitening keeps; without gauge the one
+    ``without_decomposition`` leaves out the steps in which gauge changed the weight, since that decomposes too. The
+    condition number is the one that gauge decides by, on the support that the whitening keeps; without gauge the one
     that is recorded.
     """
     name = "cond_before" if "gauge" in method else "cond_support"

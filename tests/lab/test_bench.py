@@ -155,7 +155,17 @@ def test_polar_and_layers_are_sane(records):
     assert errors["svd"] < 1e-6
     assert 0.05 < errors[muon] < 0.6
     own = records["layers"]
-    assert {r["subject"] for r in own} == {"norm", "folded", "pool", "operator", "weight"}
+    assert {r["subject"] for r in own} == {"norm", "products", "folded", "pool", "operator", "weight"}
+    steps = {(r["contestant"], r["groups"]): r for r in own if r["subject"] == "products"}
+    assert {groups for _, groups in steps} == {1, 2}
+    for (name, groups), record in steps.items():
+        assert record["fallbacks"] == 0
+        assert 0 < record["products"] < record["launches"]
+        assert record["products"] == steps[name, 3 - groups]["products"]  # a batch is one product
+    counts = [
+        steps[name, 1]["products"] for name in ("products", "products, float16 terms", "products, bfloat16 terms")
+    ]
+    assert steps["eigh", 1]["products"] < counts[0] < counts[1] < counts[2] < 6 * counts[0]
     assert {r["layout"] for r in own} == {"contiguous", "channels last"}
     assert all(r["is_orthogonal"] for r in own if r["contestant"] == "orthogonal_weight")
     kept = {r["contestant"]: r["saved"] for r in own if r["subject"] == "norm" and r["mode"] == "training"}

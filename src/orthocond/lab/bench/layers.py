@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orthocond.lab.bench.measure import Budget, Contestant, alternate, forward_backward, once, saved_bytes, spread
+from orthocond.lab.bench.measure import (
+    Budget,
+    Contestant,
+    alternate,
+    forward_backward,
+    num_operations,
+    once,
+    saved_bytes,
+    spread,
+)
 from orthocond.lab.bench.peers import orthogonal_parametrizations
 from orthocond.linalg import covariance, matrix_sqrth
 from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm2d, fold, is_orthogonal, orthogonal_weight
@@ -20,6 +29,8 @@ from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm2d, fold, is_ort
 __all__ = ["Cell", "UsualWhitening", "cells", "measure"]
 
 _POOLED = [(32, 128, 14, 14), (32, 256, 14, 14), (32, 256, 7, 7), (8, 512, 7, 7)]
+_BY_PRODUCTS = [((64, 16, 32, 32), 1), ((64, 64, 32, 32), 1), ((64, 64, 32, 32), 4), ((32, 256, 16, 16), 1),
+                ((32, 256, 16, 16), 4)]  # fmt: skip
 _LAYOUTS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
 
 
@@ -28,11 +39,13 @@ class Cell:
     """What is compared, on which shape."""
 
     subject: str
-    """``"norm"``, ``"folded"``, ``"pool"``, ``"operator"`` or ``"weight"``."""
+    """``"norm"``, ``"products"``, ``"folded"``, ``"pool"``, ``"operator"`` or ``"weight"``."""
     shape: tuple[int, ...]
     layout: str = "contiguous"
     mode: str = "training"
     """``"training"`` is forward and backward; ``"eval"`` is forward, without gradients."""
+    groups: int = 1
+    """Groups of channels that are whitened apart."""
 
 
 def cells(*, quick: bool) -> Iterator[Cell]:
@@ -40,6 +53,8 @@ def cells(*, quick: bool) -> Iterator[Cell]:
     for shape in [(4, 16, 8, 8)] if quick else [(64, 64, 32, 32), (128, 64, 32, 32)]:
         for layout in _LAYOUTS:
             yield from (Cell("norm", shape, layout, mode) for mode in ("training", "eval"))
+    for shape, groups in [((4, 16, 8, 8), 1), ((4, 16, 8, 8), 2)] if quick else _BY_PRODUCTS:
+        yield Cell("products", shape, groups=groups)
     yield from (Cell("folded", (2, 16, 8, 8) if quick else (32, 64, 32, 32), layout, "eval") for layout in _LAYOUTS)
     # With fewer positions than channels, as in the paper's ImageNet head, the smaller side is that of the positions.
     for pooled in [(2, 16, 8, 8), (2, 16, 3, 3)] if quick else _POOLED:
@@ -52,7 +67,8 @@ def cells(*, quick: bool) -> Iterator[Cell]:
 def measure(cell: Cell, *, quick: bool) -> list[dict[str, Any]]:
     """Return a record for each contestant; the first of them is the reference."""
     torch.manual_seed(0)
-    makers = {"norm": _norms, "folded": _folded, "pool": _pools, "operator": _operators, "weight": _weights}
+    makers = {"norm": _norms, "products": _by_products, "folded": _folded, "pool": _pools, "operator": _operators,
+              "weight": _weights}  # fmt: skip
     records = makers[cell.subject](cell)
     # Whitening and batch norm are bound by the memory, whose speed varies most.
     budget = Budget(0.0, fewest=3) if quick else Budget(10.0 if cell.subject == "norm" else 4.0, fewest=7, most=200)
@@ -125,6 +141,26 @@ def _norms(cell: Cell) -> dict[str, _Entry]:
         "whitening as usually written": UsualWhitening(channels),
     }
     return {name: _entry(layer, cell) for name, layer in layers.items()}
+
+
+def _by_products(cell: Cell) -> dict[str, _Entry]:
+    """Return whitening by eigh and by products, with the operations of a training step.
+
+    The features are white up to their noise: the covariances have a gap, as behind gauge, and none is decomposed.
+    """
+    channels, entries = cell.shape[1], {}
+    for name, solver in (
+        ("eigh", "eigh"),
+        ("products", "products"),
+        ("products, float16 terms", "products(precision=float16)"),
+        ("products, bfloat16 terms", "products(precision=bfloat16)"),
+    ):
+        layer = DecorrelatedBatchNorm2d(channels, groups=cell.groups, solver=solver)
+        entry = _entry(layer, cell)
+        counts = num_operations(lambda entry=entry: list(entry.contestant()))  # type: ignore[misc]
+        about = {"groups": cell.groups, "channels": channels, **counts, "fallbacks": layer.num_fallbacks[0]}
+        entries[name] = _Entry(entry.contestant, entry.saved, about)
+    return entries
 
 
 def _folded(cell: Cell) -> dict[str, _Entry]:

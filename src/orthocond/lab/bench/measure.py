@@ -26,6 +26,7 @@ __all__ = [
     "alternate",
     "forward_backward",
     "growth_exponent",
+    "num_operations",
     "once",
     "peak_bytes",
     "saved_bytes",
@@ -160,6 +161,39 @@ def peak_bytes(function: Callable[[], object]) -> int:
     with live:
         function()
     return live.peak
+
+
+def num_operations(function: Callable[[], object]) -> dict[str, int]:
+    """Return how many products of matrices a function takes, and how many operations that compute something.
+
+    On a GPU in eager mode such an operation is a kernel launch, or several: a decomposition counts as one, and its
+    library launches many.
+
+    Example:
+        >>> A = torch.ones(2, 3, 3)
+        >>> num_operations(lambda: (A @ A).mT.view(2, 9) + 1)
+        {'products': 1, 'launches': 2}
+    """
+    counting = _Operations()
+    with counting:
+        function()
+    return {"products": counting.products, "launches": counting.launches}
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations, except for views and for memory without contents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.launches = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in function._schema.returns)
+        if not is_view and not name.startswith(("empty", "detach", "_unsafe_view", "new_empty")):
+            self.launches += 1
+            self.products += name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv")
+        return function(*args, **(kwargs or {}))
 
 
 class _LiveTensors(TorchDispatchMode):

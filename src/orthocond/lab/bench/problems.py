@@ -21,8 +21,10 @@ SPECTRA: Mapping[str, Callable[[int], Tensor]] = {
     "condition 1e12": lambda n: torch.logspace(0, -12, n, dtype=torch.float64),
     "rank-deficient": lambda n: torch.logspace(0, -2, n, dtype=torch.float64) * (torch.arange(n) < 27 * n // 64),
     "ties": lambda n: torch.tensor([1.0, 0.25, 1 / 64], dtype=torch.float64).repeat(n)[:n],
+    "condition 10": lambda n: torch.logspace(0, -1, n, dtype=torch.float64),
 }
-"""By name: the eigenvalues of a matrix of size n. The rank is that of a 3x3 convolution from 3 to 64 channels."""
+"""By name: the eigenvalues of a matrix of size n. The rank is that of a 3x3 convolution from 3 to 64 channels. The last
+one is as the treatment gauge makes them: only there does the solver products decompose nothing."""
 
 _JUDGED = 4
 """So many matrices of a batch are compared with the truth."""

@@ -83,6 +83,12 @@ def _norm_is_cheap(records: Records) -> tuple[str, bool] | None:
     return f"{ratios[layout]:.2f}, {layout}", ratios[layout] <= 2
 
 
+def _products_are_cheap(records: Records) -> tuple[str, bool] | None:
+    own = [r for r in records if r["subject"] == "products" and r["shape"][1] == 64 and r["groups"] == 1]
+    found = next((float(r["total"]["ratio"]) for r in own if r["contestant"] == "products"), None)
+    return None if found is None else (f"{found:.2f}", found <= 1.2)
+
+
 def _everything_is_cheap(records: Records) -> tuple[str, bool] | None:
     if not any(r["subject"] == "step" and r["network"] == "resnet50" for r in records):
         return None
@@ -112,7 +118,8 @@ _PROMISES: dict[str, list[tuple[str, Callable[[Records], tuple[str, bool] | None
         ("nearest_rotation at most a tenth of roma's memory on 64x64", _rotations_are_small),
     ],
     "layers": [
-        ("decorrelated batch norm at most 2 times BatchNorm2d on 128x64x32x32 in the better layout", _norm_is_cheap)
+        ("decorrelated batch norm at most 2 times BatchNorm2d on 128x64x32x32 in the better layout", _norm_is_cheap),
+        ("whitening by products at most 1.2 times whitening by eigh with 64 channels", _products_are_cheap),
     ],
     "step": [("nog+ow+olr at most +3% of a ResNet-50 step", _everything_is_cheap)],
 }
