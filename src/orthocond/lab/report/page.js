@@ -100,13 +100,16 @@
   // A part of the training that begins later is not shown from step 0.
   const isLater = (view) => view.x.length > 1 && view.x[0] > .2 * view.x[view.x.length - 1];
 
+  // 1, 2 and 5 of each decade, in full: without a format, plotly writes 0.05 as a small 5.
+  const WITHIN_DECADES = { dtick: "D2", tickformat: "~g" };
+
   function logTicks(view, ceiling) {
     let lowest = Infinity;
     for (const lines of Object.values(view.series))
       for (const value of lines.floor) if (typeof value === "number" && value > 0) lowest = Math.min(lowest, value);
     const span = Math.log10(ceiling) - Math.log10(lowest);
     if (span > 3) return { dtick: Math.max(1, Math.ceil(span / 8)) };
-    return { dtick: "D2", tickformat: ceiling < 1e5 && lowest > 1e-4 ? "~g" : ".0e" }; // 1, 2 and 5 of each decade, in full; without a format, plotly writes 0.05 as a small 5
+    return ceiling < 1e5 && lowest > 1e-4 ? WITHIN_DECADES : { ...WITHIN_DECADES, tickformat: ".0e" };
   }
 
   const listed = (methods, hidden) => methods.filter((method) => !hidden.has(method)).reverse();
