@@ -38,6 +38,16 @@ def test_the_head_pools_covariances_and_its_layer_is_found():
     assert {feed.channels for feed in join} == {(range(512),)}
 
 
+@pytest.mark.parametrize(("last_stride", "places"), [(2, (7, 7)), (1, (14, 14))])
+def test_the_last_stride_is_the_number_of_places_that_are_pooled(last_stride, places):
+    with torch.device("meta"):
+        model = build("resnet18", num_classes=5, head="covariance", reduction=8, last_stride=last_stride)
+        shapes = []
+        model.reduce.register_forward_hook(lambda *seen: shapes.append(seen[-1].shape[2:]))
+        model.eval()(torch.empty(1, 3, 224, 224))
+    assert shapes == [places]
+
+
 def test_bad_input():
     with pytest.raises(ArgumentError, match="choose one of resnet18, resnet34, resnet50, resnet101, resnet152"):
         build("resnet20")
