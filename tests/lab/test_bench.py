@@ -383,7 +383,7 @@ def test_results_that_cant_be_written_or_read(tmp_path):
     with pytest.raises(BenchError, match="can't read results from"):
         read_results([tmp_path / "none.json"])
     (tmp_path / "other.json").write_text("[1, 2]")
-    with pytest.raises(BenchError, match="not of orthocond bench"):
+    with pytest.raises(BenchError, match="not written by orthocond bench"):
         read_results([tmp_path / "other.json"])
 
 

@@ -1,6 +1,6 @@
-"""What the library costs against what one would use instead: ``orthocond bench``.
+"""What the library costs, compared with the alternatives: ``orthocond bench``.
 
-`problems` says what is asked and what is true, `measure` how time and memory are taken, the four subjects (`solvers`,
-`polar`, `layers`, `step`) who competes, `tables` and `page` how the results are shown. `training` is apart: what
-``orthocond train`` costs against a bare loop.
+`problems` has the test matrices and their reference results, `measure` takes time and memory, each subject (`solvers`,
+`functions`, `polar`, `geometry`, `layers`, `step`) has its contestants, `tables` and `page` show the results.
+`training` is separate: it compares ``orthocond train`` with a bare loop.
 """

@@ -35,15 +35,15 @@ Scalar = Callable[[Any], Any]
 
 OURS = "orthocond"
 BOUNDS = {"float32": (2e-6, 1e-5), "float64": (1e-12, 1e-10)}
-"""The largest relative errors of value and gradient that are promised, unless the limit of a problem is larger."""
+"""The promised relative errors of value and gradient, unless the limit of a problem is larger."""
 _SLACK = 100
-"""So many times its limit an error may be: the limit is that of one random change of the entries."""
+"""How many times its limit an error may be: the limit is the effect of one random change of the entries."""
 _DIGITS = 50
 _GAPS = (0.0, *(10.0**-k for k in range(16, 0, -1)))
 _SIZES = tuple(range(2, 13))
 _LARGE_SIZES = (32, 64, 128)
 _LARGE_GAPS = (0.0, 1e-16, 1e-12, 1e-8, 1e-4, 1e-1)
-# Float32 can't hold the small eigenvalues of a matrix that is turned: beyond, only the pairs are turned.
+# Float32 can't hold the small eigenvalues of a rotated matrix: beyond this, only the pairs are rotated.
 _TURNED = {"float32": 1e4, "float64": math.inf}
 
 
@@ -101,7 +101,7 @@ def cells(*, quick: bool) -> Iterator[Cell]:
 
 
 def contestants(name: str) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return everything that computes a function of matrices, by the name of the package."""
+    """Return the implementations of a function of matrices, by the name of the package."""
     return {OURS: FUNCTIONS[name].ours, **peers.spectral_functions(name)}
 
 
@@ -154,11 +154,11 @@ def _judged(
     try:
         value = solve(leaf)
         (gradient,) = torch.autograd.grad(value, leaf, G)
-    except Exception:  # of another's code: whatever it is, it has no result
+    except Exception:  # other packages may raise anything: then there is no result
         return _Judged(math.inf, math.inf, is_finite=False, is_within=False)
     errors = relative_error(value, truths[0]), relative_error((gradient + gradient.mT) / 2, truths[1])
     allowed = [max(bound, _SLACK * limit) for bound, limit in zip(bounds, limits, strict=True)]
-    is_within = all(error <= most for error, most in zip(errors, allowed, strict=True))  # NaN is not
+    is_within = all(error <= most for error, most in zip(errors, allowed, strict=True))  # False for NaN
     return _Judged(*errors, is_finite=all(map(math.isfinite, errors)), is_within=is_within)
 
 
@@ -186,7 +186,7 @@ def _problem(cell: Cell, size: int, gap: float) -> tuple[Tensor, Tensor]:
 
 
 def _moved(A: Tensor) -> Tensor:
-    """Return the matrix with entries that are off by one unit in the last place of float64, relative to its norm."""
+    """Return the matrix with its entries changed at random, by one unit in the last place of float64 of its norm."""
     generator = torch.Generator().manual_seed(1)
     E = torch.randn(A.shape, generator=generator, dtype=torch.float64)
     wide = A.double()
@@ -205,7 +205,7 @@ def _digits(A: Tensor, G: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     with mpmath.workdps(_DIGITS):
         l, U = mpmath.eigsy(mpmath.matrix(A.tolist()))
         inner = U.T * mpmath.matrix(G.tolist()) * U
-        l = [abs(x) for x in l]  # of a matrix that is singular in its dtype, rounding decides the sign
+        l = [abs(x) for x in l]  # if the matrix is singular in its dtype, rounding decides the sign
         found = {}
         for name, function in FUNCTIONS.items():
             f = [function.scalar(x) for x in l]
@@ -238,7 +238,7 @@ TRUTHS: Mapping[str, Callable[[Tensor, Tensor], dict[str, tuple[Tensor, Tensor]]
 
 
 def _difference(x: Any, y: Any, f: Any, g: Any, derivative: Scalar) -> Any:
-    """Return ``(f - g) / (x - y)``, or the derivative where that would lose more digits than there are to spare."""
+    """Return ``(f - g) / (x - y)``, or the derivative where the quotient would lose too many digits."""
     return derivative((x + y) / 2) if abs(x - y) <= mpmath.mpf("1e-25") * x else (f - g) / (x - y)
 
 

@@ -22,7 +22,7 @@ __all__ = ["Cell", "cells", "measure"]
 _REFERENCE = "torch.linalg.svd, forward"
 _MARGIN = 0.1
 _JUDGED = 16
-"""So many matrices of a batch are compared with the truth."""
+"""Number of matrices of a batch that are compared with the reference."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Cell:
 
 
 def cells(*, quick: bool) -> Iterator[Cell]:
-    """Yield the problems: poses by the hundred thousand, and larger matrices one at a time.
+    """Yield the problems: a hundred thousand poses, and larger matrices in small batches.
 
     Two matrices of 64x64 are enough to see the memory that each takes: a hundred of them need 13 gigabytes where the
     backward pass forms all products of four indices.
@@ -43,7 +43,7 @@ def cells(*, quick: bool) -> Iterator[Cell]:
 
 
 def contestants() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return everything that gives the nearest rotation, by name."""
+    """Return the functions that compute the nearest rotation, by name."""
     return {"nearest_rotation": nearest_rotation, "autograd through svd": by_svd, **peers.rotations()}
 
 
@@ -87,7 +87,7 @@ def _problem(cell: Cell) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(cell.size)
     A = torch.randn(2 * cell.batch + 20, cell.size, cell.size, generator=generator)
     margins = nearest_rotation(A, return_margin=True)[1]
-    # Of large random matrices the smallest singular values are small: there the cut is lower.
+    # Large random matrices have small singular values, so the cut is lower for them.
     A = A[margins.argsort(descending=True)[: cell.batch]] if cell.size > 3 else A[margins > _MARGIN][: cell.batch]
     return A, torch.randn(A.shape, generator=generator)
 

@@ -49,14 +49,14 @@ class Cell:
 
 
 def cells(*, quick: bool) -> Iterator[Cell]:
-    """Yield what is compared."""
+    """Yield the comparisons."""
     for shape in [(4, 16, 8, 8)] if quick else [(64, 64, 32, 32), (128, 64, 32, 32)]:
         for layout in _LAYOUTS:
             yield from (Cell("norm", shape, layout, mode) for mode in ("training", "eval"))
     for shape, groups in [((4, 16, 8, 8), 1), ((4, 16, 8, 8), 2)] if quick else _BY_PRODUCTS:
         yield Cell("products", shape, groups=groups)
     yield from (Cell("folded", (2, 16, 8, 8) if quick else (32, 64, 32, 32), layout, "eval") for layout in _LAYOUTS)
-    # With fewer positions than channels, as in the paper's ImageNet head, the smaller side is that of the positions.
+    # With fewer positions than channels, as in the paper's ImageNet head, the positions are the smaller side.
     for pooled in [(2, 16, 8, 8), (2, 16, 3, 3)] if quick else _POOLED:
         yield from (Cell("pool", pooled, mode=mode) for mode in ("training", "eval"))
     yield Cell("operator", (2, 3, 8, 8) if quick else (32, 3, 32, 32))
@@ -70,7 +70,7 @@ def measure(cell: Cell, *, quick: bool) -> list[dict[str, Any]]:
     makers = {"norm": _norms, "products": _by_products, "folded": _folded, "pool": _pools, "operator": _operators,
               "weight": _weights}  # fmt: skip
     records = makers[cell.subject](cell)
-    # Whitening and batch norm are bound by the memory, whose speed varies most.
+    # Whitening and batch norm are limited by the speed of the memory, which varies most.
     budget = Budget(0.0, fewest=3) if quick else Budget(10.0 if cell.subject == "norm" else 4.0, fewest=7, most=200)
     passes = alternate({name: entry.contestant for name, entry in records.items()}, budget)
     reference = next(iter(records))
@@ -95,7 +95,7 @@ def measure(cell: Cell, *, quick: bool) -> list[dict[str, Any]]:
 class _Entry:
     contestant: Contestant
     saved: float | None
-    """Kept for the backward pass, over the bytes of the input; of the weight where that is made."""
+    """Bytes kept for the backward pass, relative to the input or, for orthogonal weights, to the weight."""
     about: dict[str, Any]
 
 
@@ -188,7 +188,7 @@ def _pools(cell: Cell) -> dict[str, _Entry]:
 
 
 class WholePool(nn.Module):
-    """Covariance pooling by the root of the whole covariance, whichever side of the features is the smaller."""
+    """Covariance pooling by the root of the whole covariance, even where the positions are the smaller side."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the upper triangles of the roots of the covariances of ``x`` ``(N, C, H, W)``."""
@@ -241,7 +241,7 @@ class UsualOperator(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return images ``(N, channels, H, W)`` of ``x`` ``(N, in_channels, H, W)``."""
+        """Return images ``(N, channels, H, W)`` for ``x`` ``(N, in_channels, H, W)``."""
         kernel = self.weight - self.weight.flip(-1, -2).transpose(0, 1)
         kernel = kernel / (3 * torch.linalg.matrix_norm(kernel.flatten(1), ord=2))
         y = term = nn.functional.pad(x, (0, 0, 0, 0, 0, len(kernel) - self.in_channels))
@@ -264,7 +264,7 @@ def _entry(layer: nn.Module, cell: Cell) -> _Entry:
 
 
 def _weights(cell: Cell) -> dict[str, _Entry]:
-    """Return ways to an orthogonal weight: the time to make it, and to send a gradient back through it."""
+    """Return contestants that compute an orthogonal weight (forward) and its gradient (backward)."""
     makers = {**orthogonal_parametrizations(), "orthogonal_weight": orthogonal_weight}
     entries = {}
     for name, make in makers.items():

@@ -1,4 +1,4 @@
-"""Measuring on a noisy machine: contestants take turns, and what is reported are ratios within one round.
+"""Measuring on a noisy machine: contestants take turns, and ratios within one round are reported.
 
 A contestant is a generator function: one call is one pass, and it yields after each of its parts, say forward and
 backward, whose times are taken.
@@ -41,7 +41,7 @@ class Budget:
     """How long contestants take turns."""
 
     seconds: float
-    """No round is begun after so many, except for the fewest."""
+    """No round begins after this many seconds, unless fewer than `fewest` are done."""
     fewest: int = 5
     most: int = 200
 
@@ -143,12 +143,12 @@ def saved_bytes(forward: Callable[[], object]) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
         result = forward()
     storages = [saved.tensor.untyped_storage() for saved in kept]
-    del result  # until here it held the graph, and the graph what is kept
+    del result  # it held the graph, and with it the saved tensors
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
-    """Return the most bytes of tensors that were alive at one time while a function ran, those before it left out.
+    """Return the peak of the bytes of tensors that a function allocated while it ran.
 
     Memory that a library takes within one operation, without making a tensor of it, is not seen.
 
@@ -197,7 +197,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _LiveTensors(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations make, until they are freed."""
+    """Counts the bytes of the tensors that operations create, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class _Saved:
 
 
 def growth_exponent(points: Mapping[int, float]) -> float | None:
-    """Return ``p`` of the fit ``seconds ~ size^p``, from seconds by size; None from fewer than two sizes.
+    """Return ``p`` of the fit ``seconds ~ size^p``, from seconds by size; None for fewer than two sizes.
 
     Example:
         >>> growth_exponent({16: 1.0, 32: 8.0, 64: 64.0})
@@ -253,7 +253,7 @@ def _timed(contestant: Contestant) -> list[float]:
 
 
 def _timed_by_events(contestant: Contestant) -> list[float]:
-    """Return the seconds that the GPU took for each part: it works on while the host has gone ahead."""
+    """Return the seconds that the GPU took for each part; the host runs ahead of it, so its clock can't tell."""
     torch.cuda.synchronize()
     marks = [torch.cuda.Event(enable_timing=True)]
     marks[0].record()

@@ -17,17 +17,17 @@ __all__ = ["draw", "main", "markdown", "write_page"]
 
 _INTRODUCTION = """# What it costs
 
-Made by `make bench` from the figures in `results/bench`; don't edit. Every figure is a ratio between contestants that
-took turns in one run: the median over the rounds, the quartiles in brackets. What competes, and how it is measured, is
-in `orthocond.lab.bench`.
+`make bench` writes this page from the results in `results/bench`; don't edit it. Every number is a ratio between
+contestants that took turns in one run: the median over the rounds, with the quartiles in brackets. The package
+`orthocond.lab.bench` defines the contestants and how they are measured.
 """
 _COLUMNS = 3
 _AXIS_START, _AXIS_END = 1e-9, 1e2
-"""Errors beyond these stand there; so do gradients that are not finite, at the end."""
+"""Errors outside of this range are drawn at its ends; gradients that are not finite, at the upper end."""
 
 
 def main() -> None:
-    """Write the page named first from the results named after it."""
+    """Write the page that the first argument names from the results that the others name."""
     if len(sys.argv) < 3:
         sys.exit("usage: python -m orthocond.lab.bench.page PAGE RESULTS...")
     page, *files = map(Path, sys.argv[1:])
@@ -56,7 +56,7 @@ def markdown(results: Mapping[str, Any], chart: str | None) -> str:
     promised = promises(subjects)
     parts.append(_as_markdown(promised))
     if any(row[-1] == "no" for row in promised.rows):
-        parts.append("[Limits](limits.md#the-functions) says what bounds those that don't hold.\n")
+        parts.append("[Limits](limits.md#the-functions) explains those that don't hold.\n")
     if chart is not None:
         parts.append(f"![Time against gradient error of every way to an inverse root]({chart})\n")
     for name in SUBJECTS:

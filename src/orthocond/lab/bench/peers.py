@@ -1,4 +1,4 @@
-"""What others offer, on PyPI and in newer versions of torch: competes where it is there, and is never needed."""
+"""Alternatives from PyPI and from newer versions of torch: they compete where they are installed."""
 
 import importlib
 import importlib.metadata
@@ -29,7 +29,7 @@ PACKAGES = {
     "geotorch": "geotorch",
     "roma": "roma",
 }
-"""By name, the module that is needed of each."""
+"""The module of each package that is imported, by the package's name."""
 
 
 def state() -> dict[str, str]:
@@ -100,7 +100,7 @@ def rotations() -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def orthogonal_parametrizations() -> dict[str, Callable[[nn.Module], nn.Module]]:
-    """Return what makes the weight of a linear layer orthogonal, torch's own among them."""
+    """Return functions that make the weight of a linear layer orthogonal, including those of torch."""
     own = {f"torch, {kind}": _torch_orthogonal(kind) for kind in ("matrix_exp", "cayley", "householder")}
     return own | _installed({"geotorch": lambda package: _whole(package.orthogonal)})
 
@@ -133,7 +133,7 @@ def _why_not(package: str) -> str:
     try:
         importlib.import_module(whole)  # first: of one that fails, parts may be there the second time
         importlib.import_module(PACKAGES[package])
-    except Exception as error:  # of another's package: whatever it is, the others continue
+    except Exception as error:  # another package may raise anything; the others continue
         return f"can't be imported: {error}"
     return ""
 
@@ -146,7 +146,7 @@ def _version(package: str) -> str:
 
 
 def shifted(root: Callable[[Tensor], Tensor], eps: float) -> Callable[[Tensor], Tensor]:
-    """Return the root of ``A + eps I``, for those that take no eps."""
+    """Return the root of ``A + eps I``, for functions without an eps."""
 
     def shifted_root(A: Tensor) -> Tensor:
         return root(A + eps * torch.eye(A.shape[-1], dtype=A.dtype, device=A.device))

@@ -25,7 +25,7 @@ __all__ = ["Cell", "cells", "measure", "muon_iteration"]
 _REFERENCE = "torch.linalg.svd"
 _MUON = "Muon's five steps"
 
-# A CPU without bfloat16 arithmetic does a billion operations a second in it: the largest shape would take a minute.
+# A CPU without bfloat16 arithmetic does a billion of its operations per second: the largest shape would take a minute.
 _BFLOAT16_WORK = 4e8
 
 
@@ -45,7 +45,7 @@ def cells(*, quick: bool) -> Iterator[Cell]:
 
 
 def contestants(cell: Cell) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return everything that gives a polar factor of such a matrix in reasonable time, by name."""
+    """Return the functions that compute the polar factor of such a matrix in reasonable time, by name."""
     short, long = sorted((cell.rows, cell.columns))
     everyone: dict[str, Callable[[Tensor], Tensor]] = {
         **{solver: partial(nearest_orthogonal, solver=solver) for solver in POLAR_SOLVERS},
@@ -59,7 +59,7 @@ def contestants(cell: Cell) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def muon_iteration(A: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return what `torch.optim.Muon` takes for the polar factor of ``A`` ``(m, n)``.
+    """Return what `torch.optim.Muon` uses in place of the polar factor of ``A`` ``(m, n)``.
 
     Five steps of a quintic iteration whose coefficients are chosen for speed: they don't converge, and leave the
     singular values between about 0.7 and 1.2.

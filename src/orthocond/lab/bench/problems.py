@@ -1,4 +1,4 @@
-"""What the solvers are asked, and what is true: covariances with a given spectrum, and an oracle in float64.
+"""Test matrices and reference results: covariances with a given spectrum, and an oracle in float64.
 
 Everyone is asked for the same smooth function, ``(A + eps I)^(-1/2)`` of float32 matrices whose largest eigenvalue is
 1, so nobody has to guess a rank. The oracle sees the matrices as rounded to float32.
@@ -27,7 +27,7 @@ SPECTRA: Mapping[str, Callable[[int], Tensor]] = {
 one is as the treatment gauge makes them: only there does the solver products decompose nothing."""
 
 _JUDGED = 4
-"""So many matrices of a batch are compared with the truth."""
+"""Number of matrices of a batch that are compared with the reference."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Problem:
         return relative_error(found, self.value)
 
     def gradient_error(self, found: Tensor) -> float:
-        """Return the relative error of gradients ``(batch, n, n)``, of which the symmetric part counts."""
+        """Return the relative error of gradients ``(batch, n, n)``; only the symmetric part counts."""
         return relative_error((found + found.mT) / 2, self.gradient)
 
 
 def problem(size: int, batch: int, spectrum: str) -> Problem:
     """Return the problem of a size (a power of two), a batch and one of `SPECTRA`: always the same one."""
     generator = torch.Generator().manual_seed(size)
-    if spectrum == "ties":  # turned so that every number has few digits: the ties stay ties in float32
+    if spectrum == "ties":  # rotated so that every entry has few digits, and ties stay ties in float32
         U = _hadamard(size).expand(batch, size, size) / size**0.5
     else:
         U = torch.linalg.qr(torch.randn(batch, size, size, generator=generator, dtype=torch.float64)).Q
@@ -88,7 +88,7 @@ def polar_factor(A: Tensor) -> Tensor:
 
 
 def relative_error(found: Tensor, truth: Tensor) -> float:
-    """Return the largest error of a matrix in Frobenius norm over the norm of the truth, for as many as are known."""
+    """Return the largest relative error in Frobenius norm, over the matrices whose reference is known."""
     few = found.detach()[: len(truth)].double() if truth.ndim > 2 else found.detach().double()
     difference = torch.linalg.matrix_norm(few - truth)
     return float((difference / torch.linalg.matrix_norm(truth)).max())

@@ -1,4 +1,4 @@
-"""What is promised of time, memory and error, and whether it holds."""
+"""What is promised about time, memory and error, and whether it holds."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -100,7 +100,7 @@ def _everything_is_cheap(records: Records) -> tuple[str, bool] | None:
 _PROMISES: dict[str, list[tuple[str, Callable[[Records], tuple[str, bool] | None]]]] = {
     "solvers": [
         (f"{DEFAULT} is the fastest way to a gradient error below {ACCURATE:.0e}", _default_is_fastest),
-        ("the same, of the ways that are so whatever the spectrum", _default_is_fastest_whatever),
+        (f"{DEFAULT} is the fastest of the methods that are accurate for every spectrum", _default_is_fastest_whatever),
         ("1x64x64 forward and backward at most 2.5 times eigh forward in float64", _small_is_cheap),
         (
             "log and powers at most 1.15 times the inverse root of the same size, forward and backward",

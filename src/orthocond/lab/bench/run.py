@@ -27,13 +27,13 @@ class BenchError(OrthocondError):
 
 @dataclass(frozen=True)
 class Subject:
-    """One of the things that `orthocond bench` measures."""
+    """A subject of `orthocond bench`."""
 
     description: str
     cells: Callable[..., Iterable[Any]]
-    """From ``quick`` to what is measured, one after the other."""
+    """Takes ``quick``; yields what is measured, one cell after the other."""
     measure: Callable[..., list[dict[str, Any]]]
-    """From one of them, and ``quick``, to its records."""
+    """Takes a cell and ``quick``; returns its records."""
 
 
 SUBJECTS = MappingProxyType(
@@ -59,7 +59,7 @@ def run(names: Iterable[str], *, quick: bool, console: Console, **options: Any) 
         **options: of a subject's ``measure``; ``device`` is where it happens.
     """
     names = list(names)
-    if "polar" in names:  # Muon's steps are in bfloat16; what makes them work has to be chosen before torch computes
+    if "polar" in names:  # Muon's steps are in bfloat16; their setting must be chosen before torch computes
         processor.prepare()
     about = {**environment(device=options.get("device", "cpu"), world_size=1), "peers": peers.state()}
     found: dict[str, Any] = {"environment": about, "quick": quick, "subjects": {}}
@@ -78,7 +78,7 @@ def run(names: Iterable[str], *, quick: bool, console: Console, **options: Any) 
 
 
 def check_place(file: Path) -> None:
-    """Raise unless results can be written to the file: better now than when they are there."""
+    """Raise unless results can be written to the file, before anything is measured."""
     partial = _partial(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def read_results(files: Iterable[Path]) -> dict[str, Any]:
         except (OSError, ValueError) as error:
             raise BenchError(f"can't read results from {file}: {error}.") from None
         if not isinstance(one, dict) or not {"environment", "quick", "subjects"} <= set(one):
-            raise BenchError(f"can't read results from {file}: they are not of orthocond bench --json.")
+            raise BenchError(f"can't read results from {file}: the file was not written by orthocond bench --json.")
         for name, entry in one["subjects"].items():
             merged["subjects"][name] = entry
             merged["environment"][name], merged["quick"][name] = one["environment"], one["quick"]
@@ -126,7 +126,7 @@ def _cant_write(file: Path, error: OSError) -> BenchError:
 
 
 def _shown(cells: list[Any], title: str, console: Console) -> Iterator[Any]:
-    """Yield the cells, and show how far it is."""
+    """Yield the cells, and show the progress."""
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console) as progress:

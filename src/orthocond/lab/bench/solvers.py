@@ -1,4 +1,4 @@
-"""``bench solvers``: time, memory and error of the inverse root by every solver and rule, and by everything else.
+"""``bench solvers``: time, memory and error of the inverse root, for every solver and rule and for the alternatives.
 
 The reference of every ratio is `torch.linalg.eigh` in float64, forward alone, of the same matrices in the same round.
 """
@@ -35,8 +35,8 @@ ACCURATE = 1e-4
 DEFAULT = "eigh + exact"
 _REFERENCE = "torch.linalg.eigh, forward alone, float64"
 
-# The work of a decomposition grows as batch * size^3. Above the first bound one spectrum stands for all; above the
-# second a single round would take minutes.
+# The work of a decomposition grows as batch * size^3. Above the first bound a single spectrum is measured;
+# above the second a single round would take minutes.
 _ALL_SPECTRA, _ANY = 64 * 128**3, 64 * 256**3
 
 
@@ -50,7 +50,7 @@ class Cell:
 
 
 def cells(*, quick: bool) -> Iterator[Cell]:
-    """Yield what is measured: sizes x batches x spectra, as far as the time goes."""
+    """Yield the measured cells: sizes x batches x spectra, as far as time permits."""
     for size in (16, 32) if quick else (16, 32, 64, 128, 256, 512):
         for batch in (1, 4) if quick else (1, 64, 256):
             work = batch * size**3
@@ -59,7 +59,7 @@ def cells(*, quick: bool) -> Iterator[Cell]:
 
 
 def contestants() -> dict[str, Root]:
-    """Return everything that gives ``(A + eps I)^(-1/2)`` and a gradient, by name.
+    """Return the functions that compute ``(A + eps I)^(-1/2)`` with a gradient, by name.
 
     Ours work in float64 inside, so those that don't compete in float64, too.
     """
@@ -81,7 +81,7 @@ def _in_float64(root: Root) -> Root:
 
 
 def through_eigh(A: Tensor) -> Tensor:
-    """Return the inverse root as one writes it: the gradient goes through the eigenvectors."""
+    """Return the inverse root as it is usually written: the gradient goes through the eigenvectors."""
     l, U = torch.linalg.eigh(A)
     root: Tensor = (U * (l + EPS).rsqrt().unsqueeze(-2)) @ U.mT
     return root
@@ -103,7 +103,7 @@ def measure(cell: Cell, *, quick: bool) -> list[dict[str, Any]]:
         record: dict[str, Any] = {"size": cell.size, "batch": cell.batch, "spectrum": cell.spectrum, "contestant": name}
         try:
             record |= _judged(root, asked)
-        except Exception as error:  # of another's code: whatever it is, the others continue
+        except Exception as error:  # other packages may raise anything; the others continue
             record["failed"] = next(iter(str(error).strip().splitlines()), type(error).__name__)
         else:
             running[name] = forward_backward(root, asked.A, asked.G)

@@ -1,4 +1,4 @@
-"""``bench step``: Table 6 of the paper, what a training step costs by each method, and what is added by each part.
+"""``bench step``: Table 6 of the paper, the time of a training step with each method, and what each part adds.
 
 One network and optimizer for each method, as a preset has them, steps in turns. A step of a second varies by more than
 the treatments cost, so what each of them adds is timed by itself, too, with and without on the layer alone.
@@ -44,8 +44,8 @@ class Cell:
     subject: str
 
 
-def cells(*, quick: bool) -> Iterator[Cell]:  # noqa: ARG001  # that of every subject; quick takes both, too
-    """Yield both."""
+def cells(*, quick: bool) -> Iterator[Cell]:  # noqa: ARG001  # the signature of every subject; quick measures both, too
+    """Yield both cells."""
     yield from (Cell("step"), Cell("added"))
 
 
@@ -91,7 +91,7 @@ def _steps(config: Config, device: str, budget: Budget) -> list[dict[str, Any]]:
 
 
 class _Noise:
-    """Images of the size of a dataset's, in place of them."""
+    """Random images of the size of a dataset's."""
 
     def __init__(self, config: Config) -> None:
         self.channels, side = (1, 8) if config.dataset == "digits" else (3, config.crop if config.resize else 32)
@@ -139,7 +139,7 @@ def _step(name: str, config: Config, batch: int, device: str) -> Contestant:
 
 
 def _added(*, quick: bool) -> list[dict[str, Any]]:
-    """Return the seconds that each treatment adds to a step: of the stem alone, with it and without it.
+    """Return the seconds that each treatment adds to a step, measured on the stem alone with and without it.
 
     What a treatment adds does not depend on the batch, so it is a small one; but for applications of ``gauge``, which
     take another pass through the stem.
@@ -166,7 +166,7 @@ def _added(*, quick: bool) -> list[dict[str, Any]]:
 
 def _stem(spec: str, *, monitored: bool = False, whole_batch: bool = False, spread: float = 1.0) -> Contestant:
     conv = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    conv.weight.data *= torch.linspace(1.0, spread, 27).view(1, 3, 3, 3)  # for a condition number that gauge acts on
+    conv.weight.data *= torch.linspace(1.0, spread, 27).view(1, 3, 3, 3)  # for a condition number at which gauge acts
     model = nn.Sequential(conv, DecorrelatedBatchNorm2d(64, affine=False))
     treatment = orthocond.treat(model, "0", spec)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4)
@@ -178,7 +178,7 @@ def _stem(spec: str, *, monitored: bool = False, whole_batch: bool = False, spre
 
     def step() -> Iterator[None]:
         optimizer.zero_grad()
-        model(x).backward(g)  # not of the mean square: that of a whitened output is constant
+        model(x).backward(g)  # not the mean square, which is constant for a whitened output
         optimizer.step()
         yield
 

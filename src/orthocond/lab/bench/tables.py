@@ -1,4 +1,4 @@
-"""From results to tables: the figures that a person looks at."""
+"""The results as tables of text."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ __all__ = ["Records", "Table", "always_accurate", "fastest", "mean_times", "step
 Records = list[dict[str, Any]]
 
 _MILD = 1e4
-"""Up to this condition number the errors of the spectral functions are shown; beyond, rounding the matrix decides."""
+"""Largest condition number for which errors of the functions are shown; beyond it, rounding the matrix decides."""
 
 _TRUTH_NOTES = {
     "50 digits": "The truth is computed with 50 digits.",
@@ -79,9 +79,10 @@ def _errors(records: Records) -> Table:
         )
     return Table(
         f"Inverse roots of 1x{size}x{size}, float32",
-        f"Of `A + {EPS:.0e} I`, so of a condition up to {1 / EPS:.0e}. Time over `torch.linalg.eigh` forward in "
-        f"float64 ({spectra[0]}; the quartiles over the rounds in brackets), what is kept for the backward pass over "
-        "the matrix itself, and the relative error of the gradient.",
+        f"Inverse roots of `A + {EPS:.0e} I`, whose condition number is at most {1 / EPS:.0e}. The columns are the "
+        f"time relative to `torch.linalg.eigh` forward in float64 ({spectra[0]}; quartiles over the rounds in "
+        "brackets), the memory kept for the backward pass relative to the matrix, and the relative error of the "
+        "gradient for each spectrum.",
         ["contestant", "forward", "forward and backward", "kept", *spectra],
         rows,
     )
@@ -103,8 +104,9 @@ def _fastest(records: Records) -> Table:
         rows.append(row)
     return Table(
         f"The fastest way to a gradient error below {ACCURATE:.0e}",
-        f"Where it is not {DEFAULT}, the time of {DEFAULT} over its own. Empty: not measured; of large batches "
-        "one spectrum stands for all, and a round of larger ones yet would take minutes.",
+        f"In parentheses, where another method is faster than {DEFAULT}: the time of {DEFAULT} relative to it. Empty: "
+        "not measured. Large batches are measured with one spectrum, and still larger ones not at all, because a round "
+        "would take minutes.",
         ["matrices", *spectra],
         rows,
     )
@@ -119,7 +121,8 @@ def _whatever(records: Records) -> Table:
     return Table(
         "Accurate whatever the spectrum",
         f"If you don't know the spectrum, you need a method that is below {ACCURATE:.0e} on all of them. "
-        f"Forward and backward of those that are, over {DEFAULT}: geometric means over the spectra measured.",
+        f"Those methods, with the time forward and backward relative to {DEFAULT}: geometric means over the measured "
+        "spectra.",
         ["matrices", *names],
         rows,
     )
@@ -147,7 +150,7 @@ def _growth(growth: Records) -> Table:
     batches, sizes = (list(dict.fromkeys(key for g in growth for key in g[which])) for which in ("in_size", "in_batch"))
     return Table(
         "How the time grows",
-        "Fitted exponents of forward and backward: in the size for each batch, in the batch for each size.",
+        "Fitted exponents of the time forward and backward: in the size for each batch, in the batch for each size.",
         ["contestant", *(f"size, batch {b}" for b in batches), *(f"batch, size {n}" for n in sizes)],
         [
             [
@@ -165,7 +168,7 @@ def _functions(records: Records) -> Table:
     by_place = {(r["size"], r["batch"], r["contestant"]): r for r in records}
     return Table(
         "Other functions over the inverse root",
-        "Forward and backward, over `matrix_inv_sqrth` of the same matrices.",
+        "Time forward and backward, relative to `matrix_inv_sqrth` of the same matrices.",
         ["matrices", *names],
         [
             [f"{batch}x{size}x{size}", *(_times(by_place[size, batch, name]["over_root"]) for name in names)]
@@ -209,8 +212,8 @@ def _polar(records: Records) -> Table:
     by_place = {(r["rows"], r["columns"], r["contestant"]): r for r in records}
     return Table(
         "Nearest orthogonal matrix of ResNet-50's gradients, float32",
-        "Time over `torch.linalg.svd` in float32, and the relative error. Muon's own steps are in bfloat16; empty "
-        "where a CPU without it would take too long.",
+        "Time relative to `torch.linalg.svd` in float32, and the relative error. Muon's own steps run in bfloat16; "
+        "their column is empty where a CPU without bfloat16 would take too long.",
         ["shape", *names],
         [
             [
@@ -225,8 +228,8 @@ def _polar(records: Records) -> Table:
 def _geometry(records: Records) -> Table:
     return Table(
         "Nearest rotation, float32",
-        "Time over `torch.linalg.svd` forward in float32, the relative error of the gradient, and the most memory that "
-        "was taken at one time, forward and backward, over the matrices themselves.",
+        "Time relative to `torch.linalg.svd` forward in float32, the relative error of the gradient, and the peak "
+        "memory of forward and backward relative to the matrices.",
         ["contestant", "matrices", "forward", "forward and backward", "gradient error", "memory"],
         [
             [
@@ -253,8 +256,8 @@ _LAYERS = {
 
 
 _WEIGHT_NOTE = (
-    "over the weight itself. In eval `orthogonal_weight` gives the last one while nothing has changed, and the others "
-    "make it anew."
+    "relative to the weight. In eval mode `orthogonal_weight` returns the last weight while nothing has changed; the "
+    "others recompute it."
 )
 
 
@@ -294,8 +297,8 @@ def _layers(records: Records, subject: str) -> Table:
     own = [r for r in records if r["subject"] == subject]
     return Table(
         _LAYERS[subject],
-        f"Time over {own[0]['reference']} of the same shape, layout and mode; what is kept for the backward pass "
-        + ("over the input itself." if subject != "weight" else _WEIGHT_NOTE),
+        f"Time relative to {own[0]['reference']} of the same shape, layout and mode; memory kept for the backward pass "
+        + ("relative to the input." if subject != "weight" else _WEIGHT_NOTE),
         ["layer", "shape", "layout", "mode", "forward", "forward and backward", "kept"],
         [
             [
@@ -316,7 +319,7 @@ def _steps(records: Records) -> Table:
     own = [r for r in records if r["subject"] == "step"]
     return Table(
         f"A training step of {own[0]['network']}, batch {own[0]['batch_size']} (Table 6)",
-        "More than svd and more than bn, in percent, the quartiles over the rounds in brackets; the paper's on a GPU.",
+        "Extra time over svd and over bn in percent, with quartiles over the rounds in brackets; the paper used a GPU.",
         ["method", "forward", "backward", "step over svd", "paper", "step over bn", "paper's over bn"],
         [
             [
@@ -337,7 +340,7 @@ def _added(records: Records) -> Table:
     step = step_seconds(records)
     return Table(
         "What is added to the step",
-        f"On the stem alone, with it and without it; in percent of the step with svd, {step:.2f} s.",
+        f"Measured on the stem alone, with and without each part; in percent of a step with svd, {step:.2f} s.",
         ["part", "milliseconds", "percent of the step"],
         [
             [

@@ -1,4 +1,4 @@
-"""What the laboratory's training costs against a bare loop: ``python -m orthocond.lab.bench.training [DATA]``.
+"""The laboratory's training compared with a bare loop: ``python -m orthocond.lab.bench.training [DATA]``.
 
 Images per second of both, in turns, with the same model, data and batch; then how the memory grows over many steps.
 With a folder of CIFAR-10, ``dbn-cifar10-small``; without, the embedded digits.
@@ -24,13 +24,13 @@ __all__ = ["main"]
 
 
 class _Clock(Silent):
-    """Notes when which step was reached, and the memory then."""
+    """Records when each step was reached, and the memory at that time."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, float, int]] = []
 
     def step(self, record: dict[str, object]) -> None:
-        """Note the moment."""
+        """Record the moment."""
         self.seen.append((int(str(record["step"])), time.perf_counter(), _kilobytes("VmRSS:")))
 
     def images_per_second(self, batch_size: int) -> float:
@@ -70,7 +70,7 @@ def _laboratory(config: Config) -> _Clock:
 
 
 def _bare(config: Config) -> float:
-    """Return images per second of the loop that one would write: no records, no checkpoints, no monitor."""
+    """Return images per second of a plain loop: no records, no checkpoints, no monitor."""
     data, device = load_data(config), torch.device("cpu")
     torch.manual_seed(config.seed)
     model, treatment = network(config, data, sync=False)
@@ -95,7 +95,7 @@ def _bare(config: Config) -> float:
 
 
 def _kilobytes(name: str) -> int:
-    """Return what Linux says of this process's memory; 0 elsewhere."""
+    """Return the memory of this process as Linux reports it; 0 elsewhere."""
     status = Path("/proc/self/status")
     return int(status.read_text().partition(name)[2].split()[0]) if status.exists() else 0
 

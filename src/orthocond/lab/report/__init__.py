@@ -1,4 +1,4 @@
-"""The report on runs: the paper's tables and figures, and what the seeds allow to say.
+"""The report on runs: the paper's tables and figures, and how certain the differences are.
 
 `write_report` is what ``orthocond report`` calls; `read_report` gives the same content to a script.
 """

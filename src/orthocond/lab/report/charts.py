@@ -1,4 +1,4 @@
-"""The curves of an experiment as data, which the page and the figures draw alike.
+"""The curves of an experiment as data, for the page and for the figures.
 
 A line is the median over the seeds, its band reaches from the lowest to the highest seed. Where steps were thinned, two
 hairlines follow the lowest and highest value of any step, so no spike is thinned away. What never changes is a
@@ -98,7 +98,7 @@ _FIXED = {
     BASELINE: Style("#16181d", "#f3f4f6", "solid"),
 }
 
-_MANY_TIMES = 8  # from here on the lower of two errors is a flat line at the bottom of a linear axis
+_MANY_TIMES = 8  # at this ratio the lower of two errors is a flat line at the bottom of a linear axis
 
 
 def styles_of(methods: Iterable[str]) -> dict[str, Style]:
@@ -261,7 +261,7 @@ def _over_steps(
     methods: list[str] | None = None,
     window: int = 1,
 ) -> View:
-    """Return a quantity over the steps; the running mean of each run if the ``window`` is of several bins."""
+    """Return a quantity over the steps; the running mean of each run if ``window`` is larger than one bin."""
     series = {}
     for method in experiment.methods if methods is None else methods:
         curves = [run.curves[key] for run in experiment.of(method).values()]
@@ -275,7 +275,7 @@ def _over_steps(
 
 
 def _noted(experiment: Experiment, note: Note) -> View:
-    """Return what treatments noted: of a flag the share of steps, of a number its course."""
+    """Return what treatments noted: for a flag the share of steps in which it was set, for a number its curve."""
     label = note.name.replace("_", " ")
     if note.kind == "flag":
         coarse = experiment.bins.coarse

@@ -15,7 +15,7 @@ __all__ = ["report"]
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders that train or compare wrote.", show_default=False)],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file; report.html without.", show_default=False)
+        Path | None, typer.Option("--output", "-o", help="Output file; report.html by default.", show_default=False)
     ] = None,
     format: Annotated[str, typer.Option("--format", help=f"One of {', '.join(FORMATS)}.")] = "html",  # noqa: A002
     figures: Annotated[
@@ -25,11 +25,11 @@ def report(
         str, typer.Option("--marks", help="; ".join(f"{name}: mark {what}" for name, what in MARKS.items()) + ".")
     ] = "noise",
     watch: Annotated[
-        bool, typer.Option("--watch", help="Rewrite it while runs are in progress, until Ctrl-C.")
+        bool, typer.Option("--watch", help="Rewrite the report while runs are in progress, until Ctrl-C.")
     ] = False,
-    every: Annotated[float, typer.Option("--every", help="Seconds between two looks with --watch.", min=0.1)] = 30.0,
+    every: Annotated[float, typer.Option("--every", help="Seconds between updates with --watch.", min=0.1)] = 30.0,
 ) -> None:
-    """Write what runs have shown: tables, curves and how far the seeds' noise lets one trust them."""
+    """Write a report on runs: tables, curves, and whether differences exceed the noise of the seeds."""
     if watch and (format != "html" or figures is not None):
         raise ArgumentError("report --watch writes the page alone; leave out --format and --figures.")
     if watch:

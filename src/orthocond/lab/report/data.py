@@ -29,7 +29,7 @@ def as_csv(report: Report) -> str:
 
 
 def _no_formula(value: Any) -> Any:
-    """Return a cell that no spreadsheet takes for a formula: text that begins like one gets an apostrophe before it.
+    """Return a cell that no spreadsheet takes for a formula: text that begins like one gets a leading apostrophe.
 
     Example:
         >>> _no_formula("=HYPERLINK(1)"), _no_formula("svd"), _no_formula(-0.5)
@@ -116,7 +116,7 @@ def _flat(row: Row) -> dict[str, Any]:
 
 
 def _strict(value: Any) -> Any:
-    """Return the value with what JSON has no word for replaced."""
+    """Return the value with what JSON can't express replaced."""
     if isinstance(value, dict):
         return {str(key): _strict(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -32,7 +32,7 @@ class Experiment:
     metrics: dict[tuple[str, str], Metrics]
     bins: Bins
     notes: list[str] = field(default_factory=list)
-    """What a reader has to know about its runs: unfinished, failed, missing, doubled, unreadable."""
+    """Notes about its runs: unfinished, failed, missing, duplicate, unreadable."""
 
     @property
     def methods(self) -> list[str]:
@@ -52,12 +52,12 @@ class Experiment:
 
     @property
     def is_pooling(self) -> bool:
-        """Whether it is about covariance pooling, where top-5 counts too."""
+        """Whether it is about covariance pooling, where the top-5 error is shown too."""
         return self.config.get("meta") == "gcp" or self.config.get("head") == "covariance"
 
     @property
     def measure(self) -> str:
-        """The condition number that its methods are compared by."""
+        """The condition number by which its methods are compared."""
         eps = self.config.get("eps")
         return measure_of(eps if isinstance(eps, int | float) else None)
 
@@ -66,7 +66,7 @@ class Experiment:
         return {seed: self.metrics[method, seed] for seed in self.seeds if (method, seed) in self.runs}
 
     def finished(self, method: str) -> dict[str, Metrics]:
-        """Return the metrics of a method's finished runs by seed; not of those whose last lines are lost."""
+        """Return the metrics of a method's finished runs by seed, without runs whose last lines are lost."""
         return {
             seed: metrics
             for seed, metrics in self.of(method).items()
@@ -74,7 +74,7 @@ class Experiment:
         }
 
     def is_lost(self, method: str, seed: str) -> bool:
-        """Return whether a run is finished, but its error can't be known any more."""
+        """Return whether a run is finished, but its error is lost."""
         run = self.runs[method, seed]
         return run.is_finished and self.metrics[method, seed].records.last_error(run.status) is None
 

@@ -61,7 +61,7 @@ def _figure(chart: Chart, view: View, styles: dict[str, Style], stem: Path) -> l
         names = [_encodable(method) for method in view.series]
         legend = figure.legend(handles, names, loc="outside right upper", fontsize=7, frameon=False)
         for entry in legend.get_texts():
-            entry.set_parse_math(False)  # a dollar in a name is a dollar
+            entry.set_parse_math(False)  # a dollar in a name starts no formula
         files = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
         for file in files:
             figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
@@ -82,6 +82,6 @@ def _ceiling(view: View) -> tuple[float, bool]:
 
 
 def _drawn(values: Floats, ceiling: float, *, is_log: bool) -> Floats:
-    """Return the values with infinity at the ceiling, and without what a logarithmic axis has no place for."""
+    """Return the values with infinity at the ceiling, and without values that a logarithmic axis can't show."""
     placed = np.where(np.isposinf(values), ceiling, values)
     return np.where(np.isfinite(placed) & ((placed > 0) | (not is_log)), placed, np.nan)

@@ -1,4 +1,4 @@
-"""The folders of runs: where they are and what their small files say.
+"""The folders of runs: finding them and reading their small files.
 
 A folder is a run if it holds ``config.json``. What can't be read is named, never skipped in silence.
 """
@@ -23,7 +23,7 @@ _UNRANKED = ("newton_schulz", "bn")
 
 @dataclass(frozen=True)
 class Run:
-    """What one run's small files say: its configuration, its environment and how far it came."""
+    """The contents of one run's small files: configuration, environment and status."""
 
     folder: Path
     config: dict[str, Any]
@@ -50,13 +50,13 @@ class Run:
 
     @property
     def state(self) -> str:
-        """What the status says, ``"killed"`` for a run that says it runs and doesn't, or ``"unknown"`` without one."""
+        """The state that the run recorded; ``"killed"`` if it says running but isn't, ``"unknown"`` without one."""
         state = str(self.status.get("state") or "unknown")
         return "killed" if state == "running" and not is_alive(self.folder) else state
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run came to its end, so that its error counts."""
+        """Whether the run is finished, so that its error counts."""
         return self.state == "finished"
 
 

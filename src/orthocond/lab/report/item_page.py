@@ -69,7 +69,7 @@ def write_items(
 
 
 def label(item: Item) -> str:
-    """Return what a person calls an item.
+    """Return the readable name of an item.
 
     Example:
         >>> from orthocond.lab.paper import ITEMS
@@ -103,7 +103,7 @@ def _message(scale: str, runs: Sequence[Run]) -> list[str]:
 
 
 def _changes(scale: str, runs: Sequence[Run]) -> list[str]:
-    """Return the settings in which runs differ from those that stand for the paper's experiments at a scale."""
+    """Return the settings in which runs differ from the default ones of a scale."""
     changes = {}
     for experiment in EXPERIMENTS:
         usual = config_of(experiment, scale)

@@ -98,7 +98,7 @@ def accuracy_table(quoted: Mapping[str, Any], rows: Sequence[Row]) -> Table:
 
 
 def condition_table(quoted: Mapping[str, Condition], ends: Mapping[str, Mapping[str, float]], measure: str) -> Table:
-    """Return what the text says of a figure's curves, and ours at the end of training.
+    """Return what the paper's text says about a figure's curves, and our numbers at the end of training.
 
     Args:
         quoted: what the paper says, by method.
@@ -139,7 +139,7 @@ def condition_table(quoted: Mapping[str, Condition], ends: Mapping[str, Mapping[
 
 
 def time_table(item: Item, results: Mapping[str, Any]) -> tuple[str, Table]:
-    """Return a title and Table 6: milliseconds forward and backward, and what a method adds."""
+    """Return a title and Table 6: milliseconds forward and backward, and the extra time of each method."""
     (quoted,) = item.quotes.values()
     records = {record["method"]: record for record in results["records"] if record["subject"] == "step"}
     about = next(iter(records.values()))
@@ -192,7 +192,7 @@ def _printed(value: float) -> str:
 
 
 def _lower(quoted: Mapping[str, Condition], method: str, value: float, base: float) -> str:
-    """Return whether ours is on the side of svd's on which the paper's is."""
+    """Return whether our number is on the same side of svd's as the paper's."""
     quote, control = quoted[method], quoted[BASELINE].about
     if method == BASELINE:
         return text.MISSING

@@ -27,7 +27,7 @@ __all__ = ["ItemView", "Panel", "view_of"]
 
 @dataclass(frozen=True)
 class Panel:
-    """What stands for one or several of the paper's experiments at a scale: its table, and for a figure its chart."""
+    """The counterpart of one or several of the paper's experiments at a scale: a table, and for a figure a chart."""
 
     title: str
     table: Table

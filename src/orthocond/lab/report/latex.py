@@ -31,7 +31,7 @@ _SPECIAL = {
 
 
 def latex(report: Report) -> str:
-    r"""Return the tables as LaTeX to ``\input`` into a document; names are escaped, so they read as they are."""
+    r"""Return the tables as LaTeX to ``\input`` into a document; names are escaped."""
     lines = [r"% needs \usepackage[T1]{fontenc}, \usepackage{booktabs}, \usepackage{xcolor}, \usepackage{graphicx}"]
     for number, section in enumerate(report.sections, start=1):
         title = section.experiment.title
@@ -72,7 +72,7 @@ def _cell(cell: Cell) -> str:
 
 
 def _escaped(value: str) -> str:
-    """Return text that LaTeX prints as it is; a character that its fonts may lack is written as its number."""
+    """Return text escaped for LaTeX; a character that its fonts may lack is written as its number."""
     return "".join(_SPECIAL.get(character, _known(character)) for character in " ".join(value.split()))
 
 

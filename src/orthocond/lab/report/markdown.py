@@ -12,7 +12,7 @@ _PLACES = {1: "**{}** ¹", 2: "**{}** ²", 3: "**{}** ³", 4: "**{}** ⁴"}
 
 
 def markdown(report: Report) -> str:
-    """Return the report as Markdown; names are escaped, so they read as they are."""
+    """Return the report as Markdown; names are escaped."""
     lines = ["# Report", ""]
     for section in report.sections:
         lines += [f"## {_escaped(section.experiment.title)}", "", _escaped(" ".join(section.message)), ""]
@@ -42,6 +42,6 @@ def _cell(cell: Cell) -> str:
 
 
 def _escaped(value: str) -> str:
-    """Return text that Markdown shows as it is."""
+    """Return text escaped for Markdown."""
     one_line = " ".join(value.split())
     return re.sub(r"([\\`*_{}\[\]<>#|~$!&])", r"\\\1", one_line)

@@ -1,4 +1,4 @@
-"""The report in a few sentences: who has the lowest error, is it beyond the noise, who the lowest condition number."""
+"""The report in a few sentences: the lowest error, whether it is beyond the noise, the lowest condition number."""
 
 import math
 
@@ -11,7 +11,7 @@ __all__ = ["message_of"]
 
 
 def message_of(experiment: Experiment, rows: list[Row]) -> list[str]:
-    """Return the sentences that stand above an experiment's table; that nothing differs comes first where it is so."""
+    """Return the sentences above an experiment's table; if no method differs, the first one says so."""
     about_errors = [_error(rows), _noise(rows)]
     if not any(row.verdict == "beyond" for row in rows):
         about_errors.reverse()
@@ -80,7 +80,7 @@ def _noise(rows: list[Row]) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    """Return names as a person lists them.
+    """Return names as a list in a sentence.
 
     Example:
         >>> _listed(["a", "b", "c"])

@@ -23,7 +23,7 @@ from orthocond.lab.report.thin import Floats, Spread, spread, thin
 __all__ = ["CURVES", "Bins", "Metrics", "bins_for", "read_metrics"]
 
 CURVES = (*CONDITIONS, "rank", "loss", "pre_svd_lr")
-"""What is drawn over the steps."""
+"""The numbers that are drawn over the steps."""
 
 _NUMBERS = ("step", *CURVES, "failures")
 
@@ -43,7 +43,7 @@ class Bins:
 
     @property
     def coarse(self) -> "Bins":
-        """Bins eight times as wide, for what only many steps together can tell."""
+        """Bins eight times as wide, for shares that need many steps."""
         return Bins(8 * self.width, math.ceil(self.number / 8), self.skipped)
 
 
@@ -52,14 +52,14 @@ class Metrics:
     """What is kept of a run."""
 
     records: Records
-    """What could be read, without the steps."""
+    """The records that could be read, without those of the steps."""
     curves: dict[str, Spread]
     """The thinned curves of `CURVES`, and of the numbers that treatments noted."""
     shares: dict[str, Floats]
     """For each flag that a treatment noted, the share of steps in each coarse bin in which it was set."""
     num_steps: int
     counts: dict[str, int]
-    """For each of them the number of steps in which it was set."""
+    """For each flag, the number of steps in which it was set."""
     failures: int
     """Solver failures in all processes, in training and validation."""
     at_end: dict[str, float]
@@ -91,8 +91,8 @@ def bins_for(folders: list[Path], *, number: int = 400, window: tuple[float, flo
 
 
 def read_metrics(folders: list[Path], bins: Bins) -> list[Metrics]:
-    """Return the metrics of the run in each of ``folders``; what didn't change isn't read again."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Arrow and numpy leave the interpreter free
+    """Return the metrics of the run in each of ``folders``; unchanged files aren't read again."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Arrow and numpy release the interpreter lock
         return list(pool.map(lambda folder: _read(folder, _stamp(folder), bins), folders))
 
 

@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing else: no network, no second file.
+"""The report as one self-contained HTML file: no network, no second file.
 
 Every name goes through the template's escaping, or into JSON whose ``<`` is escaped: it is shown as text. The charting
 library is embedded compressed, a third of its size, and the browser unpacks it.
@@ -80,7 +80,7 @@ def rendered(template: str, data: dict[str, Any], **values: Any) -> str:
     from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup
 
-    # Autoescape is what shows a hostile name as text. Only our own files and the escaped JSON are marked as safe.
+    # Autoescape shows a hostile name as text. Only our own files and the escaped JSON are marked as safe.
     environment = Environment(
         loader=FunctionLoader(_file), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

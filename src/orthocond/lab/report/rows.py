@@ -1,4 +1,4 @@
-"""The rows of the tables: what the seeds of each method say together."""
+"""The rows of the tables: statistics over the seeds of each method."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ VERDICTS = {
     "within": "within",
     "unknown": "can't tell",
 }
-"""What is said of a difference, measured by the noise of the seeds."""
+"""The verdicts on a difference, compared with the noise of the seeds."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,16 @@ class Row:
     num_runs: int
     num_finished: int
     num_diverged: int
-    """Finished runs whose validation error is not a number; the estimates are without them."""
+    """Finished runs whose validation error is NaN; the estimates leave them out."""
     num_lost: int
-    """Finished runs whose validation error can't be known, because their metrics are damaged."""
+    """Finished runs whose validation error is lost, because their metrics are damaged."""
     errors: Mapping[str, float]
     """The validation error in percent after the last epoch, of each finished run by seed."""
     error: Estimate
     error5: Estimate
     """Statistics of the top-5 error."""
     best: Estimate
-    """Statistics of the lowest validation error of any epoch: chosen afterwards, so lower than a fair one."""
+    """Statistics of the lowest validation error of any epoch; chosen afterwards, it is biased downwards."""
     best5: Estimate
     difference: Difference | None
     """Difference of the error to `BASELINE`'s; ``None`` for itself and without a baseline."""
@@ -79,7 +79,7 @@ class Row:
     conditions: Mapping[str, Estimate]
     """Each condition number at the end: geometric mean over the finished runs; ``std`` is of the decimal logarithm."""
     measure: str
-    """The one of them that the experiment is judged by."""
+    """The condition number by which the experiment is compared."""
     rank: Estimate
     failures: int
     """Solver failures in all runs and processes, in training and validation."""

@@ -1,4 +1,4 @@
-"""Is a difference larger than the noise of the seeds: a paired t-test, corrected for the number of comparisons."""
+"""Whether a difference exceeds the noise of the seeds: a paired t-test, corrected for the number of comparisons."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ TEST = (
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean difference of pairs, its 95% confidence interval and p-value; NaN where they can't be had."""
+    """The mean difference of pairs, its 95% confidence interval and p-value; NaN where they can't be computed."""
 
     mean: float
     low: float
@@ -47,7 +47,7 @@ def paired_difference(treated: Mapping[str, float], control: Mapping[str, float]
     spread = math.sqrt(math.fsum((pair - mean) ** 2 for pair in pairs) / (n - 1) / n)
     if spread <= 1e-12 * max(map(abs, pairs)):
         return Difference(mean, nan, nan, nan, n)
-    from scipy import stats  # takes a second, which the command line's other commands need not wait for
+    from scipy import stats  # takes a second, which other commands should not wait for
 
     test = stats.ttest_1samp(pairs, 0.0)
     interval = test.confidence_interval(0.95)

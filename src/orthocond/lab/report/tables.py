@@ -1,4 +1,4 @@
-"""The tables of an experiment as cells of text, which every format prints alike."""
+"""The tables of an experiment as cells of text, the same for every format."""
 
 import json
 import math
@@ -58,7 +58,7 @@ class Table:
 
 
 def error_table(experiment: Experiment, rows: list[Row], marks: str = "noise") -> Table:
-    """Return the main table: Tables 1 to 5 of the paper, the lowest error first, with what the seeds allow to say.
+    """Return the main table: Tables 1 to 5 of the paper, the lowest error first, with verdicts on the differences.
 
     Args:
         experiment: what was run.
@@ -138,7 +138,7 @@ def config_table(experiment: Experiment) -> Table:
 
 
 def environment_table(experiment: Experiment) -> Table:
-    """Return what the runs ran on; where they differ, each value with its number of runs."""
+    """Return the environment of the runs; where they differ, each value with its number of runs."""
     environments = [run.environment for run in experiment.runs.values()]
     names = [
         name for name in dict.fromkeys(key for e in environments for key in e) if name not in ("started", "command")

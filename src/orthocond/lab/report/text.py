@@ -1,4 +1,4 @@
-"""Numbers as text for a person, the same in every format; `MISSING` where there is none."""
+"""Numbers as readable text, the same in every format; `MISSING` where there is none."""
 
 import math
 
@@ -76,7 +76,7 @@ def signed(value: float) -> str:
 
 
 def seeds(row: Row) -> str:
-    """Return how many runs are behind the row, and what became of the others.
+    """Return the number of runs behind the row, and the state of the others.
 
     A row of five runs, of which one diverged and one is unfinished, reads ``3 of 5: 1 diverged, 1 unfinished``.
     """

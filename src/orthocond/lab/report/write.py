@@ -27,7 +27,7 @@ FORMATS: Mapping[str, tuple[str, Callable[[Report], str]]] = MappingProxyType(
         "json": (".json", as_json),
     }
 )
-"""The formats by name: a file's suffix, and what makes its text of a report."""
+"""The formats by name: the suffix of the file, and the function that makes its text from a report."""
 
 
 def write_report(
@@ -138,6 +138,6 @@ def write_text(path: Path, text: str) -> None:
         part.write_bytes(text.encode("utf-8", errors="replace"))  # a name may hold half of a surrogate pair
         os.replace(part, path)
     except OSError as error:
-        with suppress(OSError):  # the folder may be none
+        with suppress(OSError):  # the folder may be missing
             part.unlink()
         raise ArgumentError(f"report can't write {str(path)!r} ({error.strerror}); choose another output.") from error
