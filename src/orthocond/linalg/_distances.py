@@ -59,7 +59,7 @@ def gaussian_frechet_distance(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: 
 
     .. math:: \|\mu_1 - \mu_2\|^2 + d^2(\Sigma_1, \Sigma_2)
 
-    with the `bures_distance` of the covariances, whose *gradient* it has.
+    where :math:`d^2` is the `bures_distance`. *Gradient:* as in `bures_distance`.
 
     Args:
         mean1: means ``(..., n)``.
@@ -71,7 +71,7 @@ def gaussian_frechet_distance(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: 
         The squared distances ``(...)``, in the dtype of ``mean1``.
 
     Raises:
-        ArgumentError: shapes that don't fit; else as `bures_distance`.
+        ArgumentError: shapes that don't fit; otherwise as in `bures_distance`.
 
     Reference:
         Dowson and Landau, The Frechet distance between multivariate normal distributions, 1982.
@@ -113,7 +113,7 @@ def frechet_distance(X: Tensor, Y: Tensor | tuple[Tensor, Tensor], *, dim: int =
         The squared distances ``(...)``, not negative, in the dtype of ``X``.
 
     Raises:
-        ArgumentError: shapes that don't fit; else as `matrix_sqrth`.
+        ArgumentError: shapes that don't fit; otherwise as in `matrix_sqrth`.
 
     Reference:
         Heusel et al., GANs trained by a two time-scale update rule, NeurIPS 2017 (FID).

@@ -46,7 +46,7 @@ def matrix_powerh(
         The powers ``(..., n, n)``, in the dtype and on the device of ``A``.
 
     Raises:
-        ArgumentError: ``exponent`` is not a finite number; else as in `matrix_sqrth`.
+        ArgumentError: ``exponent`` is not a finite number; otherwise as in `matrix_sqrth`.
 
     Reference:
         Higham, Functions of Matrices, 2008, chapter 7.
@@ -92,7 +92,7 @@ def matrix_logh(
         The logarithms ``(..., n, n)``, in the dtype and on the device of ``A``.
 
     Raises:
-        ArgumentError: as in `matrix_sqrth`, and so are the other exceptions.
+        ArgumentError, DtypeError, NonFiniteError, SolverError: as in `matrix_sqrth`.
 
     Reference:
         Arsigny et al., Log-Euclidean metrics for fast and simple calculus on diffusion tensors, 2006.
@@ -130,7 +130,7 @@ def matrix_exph(
         becomes the largest that it can hold, for float64 about 1e250.
 
     Raises:
-        ArgumentError: an ``rtol`` above zero; else as in `matrix_sqrth`.
+        ArgumentError: an ``rtol`` above zero; otherwise as in `matrix_sqrth`.
 
     Reference:
         Higham, Functions of Matrices, 2008, chapter 10.
@@ -185,7 +185,7 @@ def matrix_functionh(
 
     Raises:
         ArgumentError: ``function`` or ``derivative`` can't be called or changes the shape; ``function`` is not finite
-            at an eigenvalue; else as in `matrix_sqrth`.
+            at an eigenvalue; otherwise as in `matrix_sqrth`.
         GradientError: a second derivative, where autograd can't differentiate ``derivative``.
 
     Reference:

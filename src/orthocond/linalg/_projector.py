@@ -29,7 +29,7 @@ def spectral_projector(A: Tensor, k: int, *, largest: bool = True) -> Tensor:
     projector is not unique.
 
     Args:
-        A: matrices ``(..., n, n)``. The symmetric part ``(A + A^T) / 2`` is what counts.
+        A: matrices ``(..., n, n)``. Only the symmetric part ``(A + A^T) / 2`` is used.
         k: the number of eigenvectors, from 0 to ``n``.
         largest: whether to take those of the largest eigenvalues or of the smallest.
 
@@ -78,14 +78,14 @@ def top_eigenvector(A: Tensor, *, largest: bool = True) -> Tensor:
     that of a column of `spectral_projector`, normalised, and bounded where the eigenvalue is not simple.
 
     Args:
-        A: matrices ``(..., n, n)``. The symmetric part ``(A + A^T) / 2`` is what counts.
+        A: matrices ``(..., n, n)``. Only the symmetric part ``(A + A^T) / 2`` is used.
         largest: whether to take the largest eigenvalue or the smallest.
 
     Returns:
         Unit vectors ``(..., n)``, in the dtype and on the device of ``A``.
 
     Raises:
-        ArgumentError: a wrong shape, or a matrix of 0x0; else as in `spectral_projector`.
+        ArgumentError: a wrong shape, or a matrix of 0x0; otherwise as in `spectral_projector`.
 
     Example:
         The smallest eigenvector of ``X^T X`` is the direction in which the rows of ``X`` vary the least:

@@ -97,7 +97,7 @@ def _rectangular_margin(A: Tensor) -> Tensor:
 
 
 class Alignment(NamedTuple):
-    """What `procrustes` found: ``Y ~ scale X R^T + t``.
+    """The result of `procrustes`: ``Y ~ scale X R^T + t``.
 
     Example:
         >>> Alignment._fields

@@ -263,7 +263,7 @@ def diagonal_whitening(variance: Tensor, eps: float, groups: int) -> Tensor:
     return torch.diag_embed((variance + eps).rsqrt().view(groups, -1))
 
 
-_DOC = """Whitens {what} by the covariance of its channels over the batch (ZCA), with BatchNorm's semantics.
+_DOC = """Whitens {what} by the covariance of their channels over the batch (ZCA), with BatchNorm's semantics.
 
     .. math:: y = \\gamma \\odot P^{{-1/2}} (x - \\mu) + \\beta
 
