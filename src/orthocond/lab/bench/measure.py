@@ -171,7 +171,7 @@ def num_operations(function: Callable[[], object]) -> dict[str, int]:
 
     Example:
         >>> A = torch.ones(2, 3, 3)
-        >>> num_operations(lambda: (A @ A).mT.view(2, 9) + 1)
+        >>> num_operations(lambda: (A @ A).mT + 1)
         {'products': 1, 'launches': 2}
     """
     counting = _Operations()
