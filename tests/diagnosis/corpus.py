@@ -33,6 +33,8 @@ class Case:
     symmetric: bool = False
     """Whether the leaf is a symmetric matrix."""
     raises: bool = False
+    half_products: bool = False
+    """Whether it multiplies in half precision, which not every CPU can."""
 
 
 def weights(n: int, m: int | None = None) -> Tensor:
@@ -396,6 +398,7 @@ CASES = [
         single_covariance,
         consistent=None,
         raises=True,
+        half_products=True,
     ),
     Case(
         "singular values of a matrix with NaN",

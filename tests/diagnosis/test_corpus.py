@@ -15,7 +15,9 @@ REPAIRABLE = [case for case in CASES if case.repaired is not None]
 
 
 def each(cases):
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+    marks = [[pytest.mark.half_products] if case.half_products else [] for case in cases]
+    parameters = [pytest.param(case, id=case.name, marks=mark) for case, mark in zip(cases, marks, strict=True)]
+    return pytest.mark.parametrize("case", parameters)
 
 
 def diagnosed(case: Case):
