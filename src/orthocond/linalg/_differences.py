@@ -26,7 +26,7 @@ from torch import Tensor
 
 from orthocond.linalg._functions import SQRT, Chosen, is_clamped, spectral_function
 
-__all__ = ["SMALLEST", "Split", "first_differences", "second_derivative", "shifted", "split", "values"]
+__all__ = ["SMALLEST", "Split", "first_differences", "most_dropped", "second_derivative", "shifted", "split", "values"]
 
 SMALLEST = torch.finfo(torch.float64).tiny
 """Below the normal numbers, 2e-308, there is no relative accuracy: such an eigenvalue counts as zero."""
@@ -121,9 +121,28 @@ def first_differences(parts: Split, function: Chosen) -> Tensor:
     if parts.kept is None:
         return F
     f = values(parts, function)
-    R = _inverse_gaps(parts.eigenvalues, parts.kept, parts.cutoff)
-    across = R * (f.unsqueeze(-1) + f.unsqueeze(-2))  # one of the two is zero
-    return torch.where(_both(parts.kept), F, across)
+    rows = most_dropped(parts)
+    R = _inverse_gaps(parts.eigenvalues, parts.kept, parts.cutoff, rows)
+    across = R * (f[..., :rows].unsqueeze(-1) + f.unsqueeze(-2))  # one of the two is zero
+    replaced = torch.where(_both(parts.kept, rows), F[..., :rows, :], across)
+    if rows == F.shape[-1]:
+        return replaced
+    F[..., :rows, :] = replaced
+    F[..., rows:, :rows] = replaced[..., rows:].mT
+    return F
+
+
+def most_dropped(parts: Split) -> int:
+    """Return the largest number of dropped eigenvalues of a matrix, which are its first, or ``n`` where it isn't known.
+
+    Only the CPU has the number at hand.
+    """
+    assert parts.kept is not None
+    if not parts.kept.is_cpu or torch.compiler.is_compiling():
+        return parts.kept.shape[-1]
+    # The first column from which on all are kept.
+    columns = parts.kept.flatten(0, -2).all(0) if parts.kept.ndim > 1 else parts.kept
+    return columns.shape[0] - int(columns.sum())
 
 
 def second_derivative(parts: Split, function: Chosen, G: Tensor, H: Tensor) -> Tensor:
@@ -181,16 +200,17 @@ def _slopes(l: Tensor, bound: Tensor) -> Tensor:
     return torch.where(_both(is_above), 1.0, across)
 
 
-def _both(chosen: Tensor) -> Tensor:
-    return chosen.unsqueeze(-1) & chosen.unsqueeze(-2)
+def _both(chosen: Tensor, rows: int | None = None) -> Tensor:
+    """Return where both eigenvalues are chosen, in the first rows or in all ``(..., rows, n)``."""
+    return chosen[..., :rows].unsqueeze(-1) & chosen.unsqueeze(-2)
 
 
-def _inverse_gaps(l: Tensor, upper: Tensor, narrowest: Tensor | None = None) -> Tensor:
-    """Return ``1 / |l_i - l_j|`` between the upper eigenvalues and the others, 0 elsewhere.
+def _inverse_gaps(l: Tensor, upper: Tensor, narrowest: Tensor | None = None, rows: int | None = None) -> Tensor:
+    """Return ``1 / |l_i - l_j|`` between the upper eigenvalues and the others, 0 elsewhere, in the first rows or in all.
 
     A gap below ``narrowest`` ``(..., 1)`` counts as that wide.
     """
-    gaps = (l.unsqueeze(-1) - l.unsqueeze(-2)).abs()
+    gaps = (l[..., :rows].unsqueeze(-1) - l.unsqueeze(-2)).abs()
     if narrowest is not None:
         gaps = torch.maximum(gaps, narrowest.unsqueeze(-1))
-    return torch.where(upper.unsqueeze(-1) ^ upper.unsqueeze(-2), gaps, torch.inf).reciprocal()
+    return torch.where(upper[..., :rows].unsqueeze(-1) ^ upper.unsqueeze(-2), gaps, torch.inf).reciprocal()

@@ -17,6 +17,8 @@ The differences of ``g`` are those of ``f`` with one point at zero: ``g(l_i) = f
 zero eigenvalue, where the function drops it, counts as one that is dropped: then ``f(0) = 0``.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,12 +31,12 @@ from orthocond._core.overriding import overridable
 from orthocond._core.precision import autocast_off, finite, lift, narrow, widen
 from orthocond.linalg._covariance import check_samples, covariance, noise_floor, trace
 from orthocond.linalg._decompose import DECOMPOSITIONS, decompose
-from orthocond.linalg._differences import Split, first_differences, split, values
-from orthocond.linalg._eigen import Context, batched, eigen_derivatives, symmetric
+from orthocond.linalg._differences import Split, first_differences, most_dropped, split, values
+from orthocond.linalg._eigen import Context, batched, eigen_derivatives, product
 from orthocond.linalg._functions import SQRT, Chosen, is_clamped
 from orthocond.linalg._roots import resolved, spectral
 
-__all__ = ["covariance_sqrth", "spectral_of_samples"]
+__all__ = ["covariance_sqrth", "spectral_of_samples", "upper_triangle"]
 
 _WORTHWHILE = 0.9
 """The largest number of samples per feature for which the Gram matrix is cheaper to decompose."""
@@ -103,11 +105,13 @@ def spectral_of_samples(
     gradient: str = "exact",
     eps: float = 0.0,
     rtol: float | None = None,
+    upper: bool = False,
 ) -> tuple[tuple[Tensor], Tensor | None, Tensor | None, Tensor]:
     """Return ``f(covariance(X) + eps I)`` of samples in the last dimension, its eigenvalues, the covariance, its noise.
 
     It does what `spectral` does with the covariance and its `noise_floor`, at the cost of the smaller side. The
     eigenvalues ``(..., d)`` are None where the solver has none, and the covariance is None where it was not needed.
+    With ``upper`` it is the upper triangle alone that is returned, row by row: ``(..., d (d + 1) / 2)``.
     """
     entry, _, (chosen,), cut = resolved(caller, X.mT, (function,), solver, gradient, eps, rtol)
     is_covered = entry.name in DECOMPOSITIONS and gradient == "exact" and not private.forward_mode_is_on()
@@ -121,8 +125,9 @@ def spectral_of_samples(
                 P = covariance(widen(samples))
             options: dict[str, Any] = {"solver": solver, "gradient": gradient, "eps": eps, "rtol": cut}
             (value,), eigenvalues = spectral(caller, P, (function,), floor=noise, **options)
+            value = upper_triangle(value) if upper else value
             return (narrow(value, X),), eigenvalues, P, noise
-        value, eigenvalues, *_ = applied(_OfSamples, samples, noise, chosen, entry.name, eps, cut)
+        value, eigenvalues, *_ = applied(_OfSamples, samples, noise, chosen, entry.name, eps, cut, upper)
     notify(caller, X.mT, eigenvalues, eps, clamp=is_clamped(chosen))
     return (narrow(value, X),), eigenvalues, None, noise
 
@@ -153,26 +158,31 @@ class _OfSamples(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        X: Tensor, floor: Tensor | None, function: Chosen, method: str, eps: float, rtol: float | None
+        X: Tensor,
+        floor: Tensor | None,
+        function: Chosen,
+        method: str,
+        eps: float,
+        rtol: float | None,
+        upper: bool,
     ) -> tuple[Tensor, ...]:
-        wide = widen(X)
-        Y = (wide - wide.mean(-1, keepdim=True)).div_(X.shape[-1] ** 0.5)
-        l, V = decompose(Y.mH @ Y, method)
+        part, num = _part(X), X.shape[-1]
+        (K,) = _by_parts(part, _gram, X)
+        l, V = decompose(K, method)
         l = l.clamp(min=0)
-        parts = _with_zero(l, floor, function, eps, rtol)
-        f = values(parts, function)
+        f = values(_with_zero(l, floor, function, eps, rtol), function)
         # What cancels here is as small against f(0) as the column that it multiplies.
         g = (f[..., 1:] - f[..., :1]) / torch.where(l > 0, l, torch.inf)
         scale = _scale(l)
-        T = (Y @ V).div_(scale).to(X)
-        value = finite((T * _rounded(g * scale.square().squeeze(-1), T).unsqueeze(-2)) @ T.mH)
-        value.diagonal(dim1=-2, dim2=-1).add_(f[..., :1].to(value))  # 0 where zero is dropped
-        zeros = l.new_zeros(*l.shape[:-1], X.shape[-2] - X.shape[-1])
+        from_factor = functools.partial(_factor_and_value, upper=upper)
+        coefficients = _rounded(g * scale.square().squeeze(-1), X)
+        T, value = _by_parts(part, from_factor, X, V / (scale * num**0.5), coefficients.unsqueeze(-2), f[..., :1])
+        zeros = l.new_zeros(*l.shape[:-1], X.shape[-2] - num)
         return value, torch.cat([zeros, l], -1), T, V.to(X), l
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        X, floor, ctx.function, _, ctx.eps, ctx.rtol = inputs
+        X, floor, ctx.function, _, *ctx.options = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(X, floor, *output[2:])
         ctx.set_materialize_grads(False)
@@ -180,11 +190,11 @@ class _OfSamples(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, G: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if G is None:
-            return (None,) * 6
+            return (None,) * 7
         X, *saved = ctx.saved_tensors
         with autocast_off(X.device):
-            to_X = applied(_Slope, X, G, *saved, ctx.function, ctx.eps, ctx.rtol)
-        return to_X, None, None, None, None, None
+            to_X = applied(_Slope, X, G, *saved, ctx.function, *ctx.options)
+        return to_X, None, None, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -193,7 +203,7 @@ class _OfSamples(torch.autograd.Function):
 
 
 class _Slope(torch.autograd.Function):
-    """``(X, G) -> dX``, the gradient of ``<G, f(covariance(X) + eps I)>``."""
+    """``(X, G) -> dX``, the gradient of ``<G, f(covariance(X) + eps I)>``; with ``upper`` of its upper triangle."""
 
     @staticmethod
     def forward(
@@ -206,18 +216,19 @@ class _Slope(torch.autograd.Function):
         function: Chosen,
         eps: float,
         rtol: float | None,
+        upper: bool,
     ) -> Tensor:
         g, D = _differences(l, _with_zero(l, floor, function, eps, rtol), function)
         scale, root = _scale(l), X.shape[-1] ** 0.5
-        GT = G @ T + G.mH @ T  # of the Hermitian part, twice; to form that part takes longer
         # T and Y were divided by the scale, dY by the root: here both meet g and D in float64, which holds the result.
-        inner = finite(((T.mH @ GT).to(D.device) * (D * (scale.pow(3) / root))).to(X))  # D o (T^H G T)
         of_g = _rounded(g * (scale / root).squeeze(-1), T)
-        return finite((GT * of_g.unsqueeze(-2) + T @ inner) @ V.mH)
+        through = functools.partial(_through_factor, upper=upper)
+        (to_X,) = _by_parts(_part(X), through, G, T, V.mH, of_g.unsqueeze(-1) * V.mH, D * (scale.pow(3) / root))
+        return to_X
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
-        X, G, floor, *_, ctx.function, ctx.eps, ctx.rtol = inputs
+        X, G, floor, *_, ctx.function, ctx.eps, ctx.rtol, ctx.upper = inputs
         ctx.save_for_backward(X, G, floor)
         ctx.set_materialize_grads(False)
 
@@ -225,22 +236,118 @@ class _Slope(torch.autograd.Function):
     def backward(ctx: Context, H: Tensor | None) -> tuple[Any, ...]:
         """With ``dX = 2 D1(P)[G] Y`` and ``L = H Y^H + Y H^H``: ``dG = D1[L]``, ``dX = 2 (D1[G] H + D2[G, L] Y)``."""
         if H is None:
-            return (None,) * 9
+            return (None,) * 10
         X, G, floor = ctx.saved_tensors
         with autocast_off(X.device):
             wide, along, num = widen(X), widen(H), X.shape[-1]
             Y, along = (each - each.mean(-1, keepdim=True) for each in (wide, along))
             outer = along @ Y.mH / num
             options = {"eps": ctx.eps, "rtol": ctx.rtol, "floor": floor}
+            twice = _twice_mirrored(widen(G), X.shape[-2]) if ctx.upper else widen(G) + widen(G).mH
             along_G, to_G, second = eigen_derivatives(
-                Y @ Y.mH / num, ctx.function, symmetric(widen(G)), outer + outer.mH, **options
+                Y @ Y.mH / num, ctx.function, 0.5 * twice, outer + outer.mH, **options
             )
             to_X = (along_G @ along + second @ Y) * (2 / num)
-            return narrow(to_X, X), narrow(to_G, G), None, None, None, None, None, None, None
+            to_G = upper_triangle(to_G) if ctx.upper else to_G
+            return narrow(to_X, X), narrow(to_G, G), *(None,) * 8
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
         return applied(_Slope, *batched(info.batch_size, in_dims[:6], inputs[:6]), *inputs[6:]), 0
+
+
+def _gram(X: Tensor) -> tuple[Tensor]:
+    """Return the Gram matrices ``Y^H Y`` ``(..., N, N)``, in float64."""
+    Y = _centred(X)
+    return (product(Y.mH, Y).div_(X.shape[-1]),)
+
+
+def _centred(X: Tensor) -> Tensor:
+    """Return ``Y`` times the root of ``N``, in float64."""
+    wide = widen(X)
+    mean = wide.mean(-1, keepdim=True)
+    return wide - mean if wide is X else wide.sub_(mean)
+
+
+def _factor_and_value(X: Tensor, V: Tensor, g: Tensor, constant: Tensor, *, upper: bool) -> tuple[Tensor, Tensor]:
+    """Return ``T`` and ``T diag(g) T^H + constant I``, from ``V`` and ``g`` that are scaled."""
+    T = product(_centred(X), V).to(X)
+    value = finite(product(T * g, T.mH))
+    value.diagonal(dim1=-2, dim2=-1).add_(constant.to(value))  # 0 where zero is dropped
+    return T, upper_triangle(value) if upper else value
+
+
+def _through_factor(G: Tensor, T: Tensor, Vh: Tensor, gVh: Tensor, D: Tensor, *, upper: bool) -> tuple[Tensor]:
+    """Return ``(2 G T diag(g) + T (D o (T^H 2 G T))) V^H``, from ``V^H`` and ``diag(g) V^H``, with ``D``, all scaled."""
+    # With twice the Hermitian part of G; to form that part of a whole G takes longer than a product.
+    GT = product(_twice_mirrored(G, T.shape[-2]), T) if upper else product(G, T) + product(G.mH, T)
+    inner = finite((product(T.mH, GT).to(D.device) * D).to(T))
+    return (finite(product(GT, gVh).add_(product(T, product(inner, Vh)))),)
+
+
+_IN_CACHE = 2**18
+"""So many entries of ``d x d`` matrices at a time stay in the cache, and take no memory that the system would have to
+provide page by page."""
+
+
+def _part(X: Tensor) -> int | None:
+    """Return how many of the features ``(b, d, N)`` to take at a time; None for all."""
+    is_divisible = X.ndim == 3 and X.is_cpu and not torch.compiler.is_compiling()
+    return max(1, _IN_CACHE // X.shape[-2] ** 2) if is_divisible else None
+
+
+def _by_parts(part: int | None, function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return what a function of tensors ``(b, ...)`` returns that acts on each member of the batch alone."""
+    num = tensors[0].shape[0]
+    if part is None or num <= part:
+        return function(*tensors)
+    results: tuple[Tensor, ...] = ()
+    for start in range(0, num, part):
+        pieces = function(*(each[start : start + part] for each in tensors))
+        results = results or tuple(piece.new_empty(num, *piece.shape[1:]) for piece in pieces)
+        for result, piece in zip(results, pieces, strict=True):
+            result[start : start + part] = piece
+    return results
+
+
+def upper_triangle(Q: Tensor) -> Tensor:
+    """Return the upper triangles ``(..., d (d + 1) / 2)`` of matrices ``(..., d, d)``, row by row."""
+    upper, _ = _places(Q.shape[-1], Q.device)
+    return Q.flatten(-2).index_select(-1, upper)
+
+
+def _twice_mirrored(G: Tensor, d: int) -> Tensor:
+    """Return ``G + G^T`` from the upper triangles of matrices that are zero below the diagonal."""
+    _, mirrored = _places(d, G.device)
+    twice = G.index_select(-1, mirrored).unflatten(-1, (d, d))
+    twice.diagonal(dim1=-2, dim2=-1).mul_(2)  # the other entries are there twice
+    return twice
+
+
+_known_places: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+_MOST_PLACES = 4
+
+
+def _places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return where the upper triangle ``(d (d + 1) / 2)`` is in a matrix, and where each entry ``(d^2)`` is in it.
+
+    The entries below the diagonal are those above it. A layer asks for the same places in every step.
+    """
+    known = _known_places.get((d, device))
+    if known is not None and not torch.compiler.is_compiling():
+        return known
+    with torch.inference_mode(False):
+        row, column = torch.triu_indices(d, d, device=device)
+        upper = row * d + column
+        mirrored = torch.empty(d, d, dtype=torch.long, device=device)
+        order = torch.arange(len(upper), device=device)
+        mirrored[row, column] = mirrored[column, row] = order
+    places = upper, mirrored.flatten()
+    if type(upper) is Tensor and not torch.compiler.is_compiling():  # and no fake of it
+        if len(_known_places) >= _MOST_PLACES:
+            _known_places.clear()
+        _known_places[d, device] = places
+    return places
 
 
 def _with_zero(l: Tensor, floor: Tensor | None, function: Chosen, eps: float, rtol: float | None) -> Split:
@@ -257,19 +364,20 @@ def _differences(l: Tensor, parts: Split, function: Chosen) -> tuple[Tensor, Ten
     multiplies.
     """
     F = first_differences(parts, function)
-    g = F[..., 0, 1:]
-    is_upper = torch.ones_like(F[..., 1:, 1:], dtype=torch.bool).triu_()  # there j, the column, has the larger one
-    of_smaller = torch.where(is_upper, g.unsqueeze(-1), g.unsqueeze(-2))
-    larger = torch.where(is_upper, l.unsqueeze(-2), l.unsqueeze(-1))
-    F = F[..., 1:, 1:]
-    D = (F - of_smaller) / torch.where(larger > 0, larger, torch.inf)
+    g, F = F[..., 0, 1:], F[..., 1:, 1:]
+    # In the upper triangle j, the column, has the larger one; the lower one is its mirror image.
+    D = (F - g.unsqueeze(-1)).div_(torch.where(l > 0, l, torch.inf).unsqueeze(-2))
+    D = D.triu() + D.triu(1).mT
     if parts.kept is None or parts.cutoff is None:
         return g, D
     # From a dropped row to a kept column across a gap below the cut-off, where F is bounded and no quotient any more.
-    smaller = torch.where(is_upper, l.unsqueeze(-1), torch.inf)
-    kept = parts.kept[..., 1:]
-    is_bounded = ~kept.unsqueeze(-1) & kept.unsqueeze(-2) & (larger - smaller < parts.cutoff.unsqueeze(-1))
-    return g, torch.where(is_bounded & (smaller > 0), (F - g.unsqueeze(-2)) / smaller, D)
+    rows = min(most_dropped(parts), l.shape[-1])
+    kept, smaller = parts.kept[..., 1:], l[..., :rows].unsqueeze(-1)
+    is_bounded = ~kept[..., :rows].unsqueeze(-1) & kept.unsqueeze(-2) & (smaller > 0)
+    is_bounded = is_bounded & (l.unsqueeze(-2) - smaller < parts.cutoff.unsqueeze(-1))
+    quotient = (F[..., :rows, :] - g.unsqueeze(-2)) / torch.where(smaller > 0, smaller, 1.0)
+    D[..., :rows, :] = torch.where(is_bounded, quotient, D[..., :rows, :])
+    return g, D
 
 
 def _rounded(coefficients: Tensor, T: Tensor) -> Tensor:

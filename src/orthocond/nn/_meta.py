@@ -151,14 +151,17 @@ class MetaLayer(nn.Module):
             stacklevel=2,
         )
 
-    def _root_of_samples(self, X: Tensor, function: str) -> tuple[Tensor, Tensor | None]:
-        """Return a function of the covariances of samples ``(..., C, N)``, and the eigenvalues; keep these."""
+    def _root_of_samples(self, X: Tensor, function: str, *, upper: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return a function of the covariances of samples ``(..., C, N)``, and the eigenvalues; keep these.
+
+        With ``upper`` it is the upper triangle alone.
+        """
         name = type(self).__name__
         options: dict[str, Any] = {"solver": self.solver, "gradient": self.gradient, "eps": self.eps, "rtol": self.rtol}
         counted = self._is_certified and not torch.compiler.is_compiling()
         try:
             with FallbackCount() if counted else nullcontext() as fallbacks:
-                (value,), eigenvalues, P, noise = spectral_of_samples(name, X, function, **options)
+                (value,), eigenvalues, P, noise = spectral_of_samples(name, X, function, upper=upper, **options)
         except NonFiniteError as error:
             raise NonFiniteError(f"{name}({self.extra_repr()}): {error}") from None
         if fallbacks is not None:

@@ -1,6 +1,5 @@
 """Global covariance pooling."""
 
-import torch
 from torch import Tensor
 
 from orthocond.errors import ArgumentError, check_floating
@@ -68,12 +67,9 @@ class CovariancePool2d(MetaLayer):
         check_floating(x, "CovariancePool2d")
         if x.ndim != 4:
             raise ArgumentError(f"CovariancePool2d expected input (B, C, H, W), got {tuple(x.shape)}; pass features.")
-        Q, eigenvalues = self._root_of_samples(x.flatten(2), self.function)
-        if not self.vectorize:
-            # An iteration needs its result again for the gradient, and the caller may change it in place.
-            return Q.clone() if eigenvalues is None else Q
-        row, column = torch.triu_indices(Q.shape[-2], Q.shape[-1], device=Q.device)
-        return Q.flatten(1).index_select(1, row * Q.shape[-1] + column)
+        Q, eigenvalues = self._root_of_samples(x.flatten(2), self.function, upper=self.vectorize)
+        # An iteration needs its result again for the gradient, and the caller may change it in place.
+        return Q.clone() if eigenvalues is None and not self.vectorize else Q
 
     def extra_repr(self) -> str:
         """Return the options."""
