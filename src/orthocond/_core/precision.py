@@ -8,7 +8,7 @@ from torch import Tensor
 
 from orthocond._core.applying import applied, with_forward_mode
 
-__all__ = ["at_least_float32", "autocast_off", "finite", "lift", "narrow", "real_dtype", "widen"]
+__all__ = ["at_least_float32", "autocast_off", "finite", "finite_", "lift", "narrow", "real_dtype", "widen"]
 
 
 _NOTHING = nullcontext()
@@ -37,7 +37,15 @@ def finite(A: Tensor) -> Tensor:
     largest = torch.finfo(A.dtype).max
     if A.is_complex():
         return torch.view_as_complex(torch.view_as_real(A.resolve_conj()).clamp(-largest, largest))
-    return A.clamp(-largest, largest)  # in place it has no batching rule
+    return A.clamp(-largest, largest)
+
+
+def finite_(A: Tensor) -> Tensor:
+    """Do the same in place, for which there is no batching rule."""
+    if A.is_complex():
+        return A.copy_(finite(A))
+    largest = torch.finfo(A.dtype).max
+    return A.clamp_(-largest, largest)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

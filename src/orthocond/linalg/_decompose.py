@@ -24,9 +24,9 @@ __all__ = [
     "DECOMPOSITIONS",
     "check_finite",
     "decompose",
+    "decompose_one",
     "retried",
     "svd",
-    "warn_of_input",
 ]
 
 Decomposition = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -75,6 +75,27 @@ def _decompose(
     if asymmetric > noise or (semidefinite and lowest < -noise):
         warn_of_input(asymmetric, lowest, noise, semidefinite=semidefinite)
     return eigenvalues, eigenvectors
+
+
+def decompose_one(
+    A: Tensor, *, asymmetry: Tensor | None = None, noise: float = math.inf, semidefinite: bool = False
+) -> tuple[Tensor, Tensor, float, float]:
+    """Return what `decompose` does by eigh, and the smallest and the largest eigenvalue, in fewer calls.
+
+    It is for one real matrix ``(n, n)`` on the CPU, in code that is not compiled.
+    """
+    try:
+        eigenvalues, U = torch.linalg.eigh(A)
+    except LinAlgError:
+        eigenvalues, U = retried(A, "eigh")
+        return eigenvalues, U, eigenvalues[0].item(), eigenvalues[-1].item()
+    wrong, lowest, asymmetric, extremes = verified_eigen(A, eigenvalues, U, asymmetry)
+    if wrong is not None:
+        eigenvalues, U = retried(A, "eigh", (eigenvalues, U, wrong))
+        return eigenvalues, U, eigenvalues[0].item(), eigenvalues[-1].item()
+    if asymmetric > noise or lowest < -noise:
+        warn_of_input(asymmetric, lowest, noise, semidefinite=semidefinite)
+    return eigenvalues, U, *extremes
 
 
 @torch.library.custom_op("orthocond::decompose", mutates_args=())

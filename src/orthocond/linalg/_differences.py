@@ -206,7 +206,7 @@ def _both(chosen: Tensor, rows: int | None = None) -> Tensor:
 
 
 def _inverse_gaps(l: Tensor, upper: Tensor, narrowest: Tensor | None = None, rows: int | None = None) -> Tensor:
-    """Return ``1 / |l_i - l_j|`` between the upper eigenvalues and the others, 0 elsewhere, in the first rows or in all.
+    """Return ``1 / |l_i - l_j|`` between the upper eigenvalues and the others, 0 elsewhere; all rows, or the first.
 
     A gap below ``narrowest`` ``(..., 1)`` counts as that wide.
     """

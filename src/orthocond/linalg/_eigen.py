@@ -69,11 +69,18 @@ def eigen_functions(
 
 
 def derivative(
-    A: Tensor, G: Tensor, eigenvalues: Tensor, U: Tensor, function: Chosen, eps: float, rtol: float | None
+    A: Tensor,
+    G: Tensor,
+    eigenvalues: Tensor,
+    U: Tensor,
+    function: Chosen,
+    eps: float,
+    rtol: float | None,
+    floor: Tensor | None = None,
 ) -> Tensor:
     """Return the derivative of ``f(A + eps I)`` applied to ``G``, in float64, differentiable again."""
     with autocast_off(A.device):
-        found: Tensor = applied(_Derivative, A, G, eigenvalues, U, None, function, "exact", eps, rtol)
+        found: Tensor = applied(_Derivative, A, G, eigenvalues, U, floor, function, "exact", eps, rtol)
     return found
 
 

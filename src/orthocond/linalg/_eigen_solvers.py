@@ -1,43 +1,49 @@
-"""The solvers by eigenvalues, and a short way for the usual root of one small covariance.
+"""The solvers by eigenvalues, and a short way for the usual function of one small covariance.
 
 At 16x16 an operation of torch takes longer to call than to compute, and `torch.linalg.eigh` itself is no longer than
-ten of them. So the usual case, one root of one float32 matrix on the CPU, has a function of its own, with the formulas
-of `_eigen.py` in fewer calls. With ``s = sqrt(l + eps)``, and ``B = U`` for the root or ``B = U / sqrt(s)`` for the
+ten of them. So the usual case, one function of one float32 matrix on the CPU and its gradient, has a function of its
+own, with the formulas of `_eigen.py` in fewer calls. For the second derivative the general functions take over. The
+roots have an even shorter one: with ``s = sqrt(l + eps)``, and ``B = U`` for the root or ``B = U / sqrt(s)`` for the
 inverse root, the derivative is
 
     B ((B^T G B)_ij / (s_i + s_j)) B^T
 
-with a minus sign for the inverse root. Where an eigenvalue is dropped, and for the second derivative, the general
-functions take over.
+with a minus sign for the inverse root.
+
+In larger matrices the products count. Those that turn a result back, ``U diag(f) U^T`` and ``U M U^T``, are taken in
+float32: ``U`` keeps the norm, so that nothing cancels, and the error is that of the rounding of the result, a few
+times over. The products ``U^T G U`` stay in float64, because what they lose the divided differences may amplify.
 """
 
+import cmath
 import functools
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # documented, missing from the stubs
 from torch.nn import Parameter
 
 from orthocond._core import private
 from orthocond._core.applying import is_plain
 from orthocond._core.precision import finite, narrow
-from orthocond.linalg._decompose import retried, warn_of_input
-from orthocond.linalg._differences import SMALLEST, shifted, split
+from orthocond.linalg._decompose import decompose_one
+from orthocond.linalg._differences import SMALLEST, Split, first_differences, split, values
 from orthocond.linalg._eigen import (
     Context,
     derivative,
     eigen_functions,
     fit,
-    function_of,
     noise_of,
     wide_symmetric,
 )
-from orthocond.linalg._functions import SQRT, Chosen
+from orthocond.linalg._functions import SQRT, Chosen, spectral_function
 from orthocond.linalg._solver import Solver
-from orthocond.linalg._verify import verified_eigen
 
 __all__ = ["EIGEN_SOLVERS"]
+
+
+_LARGE = 48
+"""From this size on the precision of a product matters more than the calls around it."""
 
 
 def by_eigenvalues(
@@ -54,116 +60,120 @@ def by_eigenvalues(
 
     ``rtol`` and ``floor`` say which eigenvalues are dropped, as in `split`.
     """
-    if not _is_usual(A, functions, method, gradient, eps, rtol, floor):
+    if not _is_usual(A, functions, method, gradient):
         return eigen_functions(A, functions, method=method, gradient=gradient, eps=eps, rtol=rtol, floor=floor)
     assert private.unwrap_dead_wrappers is not None
     (A,) = private.unwrap_dead_wrappers((A,))
     if A.requires_grad and torch.is_grad_enabled():
         # The C code that `applied` calls, too.
-        result, eigenvalues = super(torch.autograd.Function, _Root).apply(A, functions[0], eps, rtol)
+        result, eigenvalues = super(torch.autograd.Function, _Function).apply(A, functions[0], eps, rtol, floor)
     else:
-        result, eigenvalues, *_ = _root(A, functions[0], eps, rtol)
+        result, eigenvalues, *_ = _function(A, functions[0], eps, rtol, floor)
     return (result,), eigenvalues
 
 
-def _is_usual(
-    A: Tensor,
-    functions: tuple[Chosen, ...],
-    method: str,
-    gradient: str,
-    eps: float,
-    rtol: float | None,
-    floor: Tensor | None,
-) -> bool:
-    """Return whether the short way suffices: no observer, and only a root and its gradient are needed."""
+def _is_usual(A: Tensor, functions: tuple[Chosen, ...], method: str, gradient: str) -> bool:
+    """Return whether the short way suffices: no observer, and only one function and its gradient are needed."""
     return (
         A.dtype is torch.float32
         and A.numel() == A.shape[-1] ** 2 > 0
         and A.is_cpu
         and len(functions) == 1
-        and floor is None
         and method == "eigh"
         and gradient == "exact"
-        and fit(A.dtype, functions, eps, rtol)
         and type(A) in (Tensor, Parameter)
         and is_plain()
         and not private.forward_mode_is_on()
         and private.unwrap_dead_wrappers is not None
+        and not torch.is_autocast_enabled("cpu")
     )
 
 
-def _root(A: Tensor, function: Chosen, eps: float, rtol: float | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the root, the eigenvalues, ``B`` and the signed ``s`` of the derivative; where some are dropped, ``U``."""
-    eigenvalues, U, smallest, largest = _decomposed(A if A.ndim == 2 else A.reshape(A.shape[-2:]))
-    if rtol is None:
-        points = eigenvalues + eps if smallest >= -eps / 2 else shifted(eigenvalues, eps)
-    elif smallest > max(rtol * largest, SMALLEST):
-        points = eigenvalues + eps if eps else eigenvalues
+def _function(
+    A: Tensor, function: Chosen, eps: float, rtol: float | None, floor: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Split, Tensor | None]:
+    """Return the function of ``A``, the eigenvalues, and for the derivative the eigenvectors, the split and None.
+
+    For a root of a small matrix it is ``B`` in the place of the eigenvectors, and the signed ``s`` is the last.
+    """
+    entry, _ = spectral_function(function)
+    n = A.shape[-1]
+    matrix = A if A.ndim == 2 else A.reshape(n, n)
+    wide, asymmetry = (matrix.double(), None) if torch.equal(matrix, matrix.mT) else wide_symmetric(matrix)
+    eigenvalues, U, smallest, largest = decompose_one(
+        wide, asymmetry=asymmetry, noise=noise_of(A.dtype), semidefinite=not entry.whole_line
+    )
+    is_above_noise = floor is None or floor.item() <= eps
+    if rtol is None and is_above_noise and (entry.whole_line or smallest >= -eps / 2 > -SMALLEST):
+        parts = Split(eigenvalues, eigenvalues + eps, None, None)
+    elif rtol is not None and is_above_noise and smallest > max(rtol * largest, SMALLEST):
+        parts = Split(eigenvalues, eigenvalues + eps if eps else eigenvalues, None, None)
     else:
-        points = None
-    if points is None:
-        B, s = U, None
-        root = function_of(U, split(eigenvalues, eps, rtol), function)
-    else:
-        s = points.sqrt()
+        floor = floor if floor is None else floor.reshape(())
+        parts = split(eigenvalues, eps, rtol, floor, whole_line=entry.whole_line)
+    fits, sums = fit(A.dtype, (function,), eps, rtol), None
+    if fits and parts.kept is None and n < _LARGE:
+        sums = parts.points.sqrt()
         if function == SQRT:
-            B = U
-            root = (U * s).mm(U.mT)
+            result = (U * sums).mm(U.mT)
         else:
-            B = U / s.sqrt()
-            root = B.mm(B.mT)
-            s.neg_()
+            U = U / sums.sqrt()
+            result = U.mm(U.mT)
+            sums.neg_()
+    elif fits and n >= _LARGE:
+        narrow_U = U.float()
+        result = (narrow_U * values(parts, function).float()).mm(narrow_U.mT)
+    else:
+        result = (U * values(parts, function)).mm(U.mT)
     if A.ndim > 2:  # before it is narrowed, so that it is no view, which could not be changed in place
-        root, eigenvalues = root.view(A.shape), eigenvalues.view(A.shape[:-1])
-    return root.float(), eigenvalues, B, s
+        result, eigenvalues = result.view(A.shape), eigenvalues.view(A.shape[:-1])
+    return result.float() if fits else narrow(result, A), eigenvalues, U, parts, sums
 
 
-def _decomposed(A: Tensor) -> tuple[Tensor, Tensor, float, float]:
-    """Return what `decompose` does for one matrix ``(n, n)``, and the smallest and the largest eigenvalue."""
-    wide, asymmetry = (A.double(), None) if torch.equal(A, A.mT) else wide_symmetric(A)
-    try:
-        eigenvalues, U = torch.linalg.eigh(wide)
-    except LinAlgError:
-        eigenvalues, U = retried(wide, "eigh")
-        return eigenvalues, U, eigenvalues[0].item(), eigenvalues[-1].item()
-    wrong, lowest, asymmetric, extremes = verified_eigen(wide, eigenvalues, U, asymmetry)
-    if wrong is not None:
-        eigenvalues, U = retried(wide, "eigh", (eigenvalues, U, wrong))
-        return eigenvalues, U, eigenvalues[0].item(), eigenvalues[-1].item()
-    noise = noise_of(A.dtype)
-    if asymmetric > noise or lowest < -noise:
-        warn_of_input(asymmetric, lowest, noise, semidefinite=True)
-    return eigenvalues, U, *extremes
-
-
-class _Root(torch.autograd.Function):
-    """``A -> (A + eps I)^(+-1/2)``, and the eigenvalues."""
+class _Function(torch.autograd.Function):
+    """``A -> f(A + eps I)``, and the eigenvalues."""
 
     @staticmethod
-    def forward(ctx: Context, A: Tensor, function: Chosen, eps: float, rtol: float | None) -> tuple[Tensor, Tensor]:
-        root, eigenvalues, B, s = _root(A, function, eps, rtol)
-        ctx.options = function, eps, rtol
+    def forward(
+        ctx: Context, A: Tensor, function: Chosen, eps: float, rtol: float | None, floor: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        result, eigenvalues, B, ctx.parts, sums = _function(A, function, eps, rtol, floor)
+        ctx.options = function, eps, rtol, floor
         ctx.mark_non_differentiable(eigenvalues)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(A, eigenvalues, B, s)
-        return root, eigenvalues
+        ctx.save_for_backward(A, eigenvalues, B, sums)
+        return result, eigenvalues
 
     @staticmethod
     def backward(ctx: Context, G: Tensor | None, _: None) -> tuple[Any, ...]:
         if G is None:
-            return None, None, None, None
-        A, eigenvalues, B, s = ctx.saved_tensors
-        if s is None or torch.is_grad_enabled():
-            function, eps, rtol = ctx.options
-            U = B if s is None or function == SQRT else B * s.neg().sqrt()
-            to_A = derivative(A, G, eigenvalues, U.expand(A.shape), function, eps, rtol)
-            return narrow(to_A, A), None, None, None
+            return None, None, None, None, None
+        A, eigenvalues, B, sums = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            function, *options = ctx.options
+            U = B if sums is None or function == SQRT else B * sums.neg().sqrt()
+            to_A = narrow(derivative(A, G, eigenvalues, U.expand(A.shape), function, *options), A)
+            return to_A, None, None, None, None
         n = A.shape[-1]
-        wide = G.double()
-        inner = B.mT.mm(wide if G.ndim == 2 else wide.reshape(n, n)).mm(B).div_(s.unsqueeze(-1) + s)
-        to_A = B.mm(inner).mm(B.mT)
-        to_A = to_A.lerp(to_A.mT, 0.5)
-        return finite((to_A if A.ndim == 2 else to_A.view(A.shape)).float()), None, None, None
+        wide = G.double() if G.ndim == 2 else G.double().reshape(n, n)
+        inner = B.mT.mm(wide).mm(B)
+        if sums is None:
+            inner.mul_(first_differences(ctx.parts, ctx.options[0]))
+        else:
+            inner.div_(sums.unsqueeze(-1) + sums)
+        to_A = _turned_back(B, inner, n)
+        return finite(to_A if A.ndim == 2 else to_A.view(A.shape)), None, None, None, None
+
+
+def _turned_back(B: Tensor, inner: Tensor, n: int) -> Tensor:
+    """Return the symmetric part of ``B inner B^T`` in float32; where it is large, ``B`` are eigenvectors."""
+    if n >= _LARGE:
+        narrow_B = B.float()
+        result = narrow_B.mm(inner.float()).mm(narrow_B.mT)
+        if cmath.isfinite(result.sum().item()):
+            return result.lerp(result.mT, 0.5)
+    result = B.mm(inner).mm(B.mT)
+    return result.lerp(result.mT, 0.5).float()
 
 
 EIGEN_SOLVERS = (

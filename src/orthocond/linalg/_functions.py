@@ -143,16 +143,16 @@ def _log_gaps(l: Tensor) -> Tensor:
 
 
 def _power_first(l: Tensor, exponent: float) -> Tensor:
-    t = _log_gaps(l)
-    ratio = torch.expm1(t * -abs(exponent)).div_(torch.expm1(-t))
+    t = _log_gaps(l).neg_()
+    ratio = (t * abs(exponent)).expm1_().div_(t.expm1_())
     if exponent < 0:  # s^p is the larger of the two powers
-        return ratio.mul_(_outer_max(_power(l, exponent), smaller=False)).div_(_outer_max(l, smaller=False)).neg_()
+        return ratio.mul_(_outer_max(_power(l, exponent), smaller=False)).div_(_outer_max(-l, smaller=True))
     return ratio.mul_(_outer_max(_power(l, exponent - 1), smaller=exponent < 1))
 
 
 def _log_first(l: Tensor) -> Tensor:
-    t = _log_gaps(l)
-    return t.div_(torch.expm1(-t)).mul_(_outer_max(-1 / l, smaller=False))
+    t = _log_gaps(l).neg_()
+    return t.div_(torch.expm1(t)).div_(_outer_max(l, smaller=False))
 
 
 def _exp(l: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from orthocond._core.precision import at_least_float32, autocast_off, lift, narr
 from orthocond._core.registry import Entry, frozen, resolve
 from orthocond.errors import ArgumentError, check_matrix, check_nonnegative
 from orthocond.linalg._counts import count_failure
-from orthocond.linalg._decompose import check_finite, decompose, svd
+from orthocond.linalg._decompose import check_finite, decompose, decompose_one, svd
 from orthocond.linalg._eigen import Context, eigen_vjp, product
 from orthocond.linalg._functions import INV_SQRT
 from orthocond.linalg._schedules import quintics
@@ -170,11 +170,16 @@ def _(A: Tensor, solver: str, rtol: float, options: list[float]) -> Tensor:
 def _by_gram(A: Tensor, rtol: float) -> Tensor:
     wide = widen(A)
     unit = torch.finfo(wide.dtype).eps
-    eigenvalues, U = decompose(product(wide, wide.mH), "eigh")
-    smallest, largest = eigenvalues[..., :1], eigenvalues[..., -1:]
     # Below the first bound an eigenvalue is too small to be accurate, below the second so small that the Gram matrix
     # can't tell whether it is to be kept.
     uncertain, noise = unit / _GRAM_TOLERANCE[real_dtype(A.dtype)], A.shape[-2] * unit
+    if A.ndim == 2 and A.is_cpu and not A.is_complex():  # in fewer calls, which small matrices notice
+        eigenvalues, U, lowest, highest = decompose_one(wide.mm(wide.mT))
+        if lowest > max(rtol**2, uncertain, noise) * highest:
+            return _turned_back(U * eigenvalues.rsqrt(), U, wide, A.dtype)
+    else:
+        eigenvalues, U = decompose(product(wide, wide.mH), "eigh")
+    smallest, largest = eigenvalues[..., :1], eigenvalues[..., -1:]
     if wide.is_cpu and bool((smallest > max(rtol**2, uncertain, noise) * largest).all()):  # the usual case
         return _turned_back(U * eigenvalues.rsqrt().unsqueeze(-2), U, wide, A.dtype)
     kept = eigenvalues > rtol**2 * largest

@@ -12,7 +12,6 @@ from orthocond._core.overriding import overridable
 from orthocond._core.precision import at_least_float32
 from orthocond._core.registry import frozen, resolve
 from orthocond.errors import ArgumentError, check_nonnegative, check_square
-from orthocond.linalg._eigen import ROOTS
 from orthocond.linalg._eigen_solvers import EIGEN_SOLVERS
 from orthocond.linalg._functions import (
     INV_SQRT,
@@ -179,7 +178,7 @@ def resolved(
     Raises:
         ArgumentError: an unknown choice, a negative ``eps`` or ``rtol``, or options that exclude each other.
     """
-    is_repeated = functions in ROOTS and type(eps) is float and type(rtol) in (float, NoneType)
+    is_repeated = functions[0][0] != "any" and type(eps) is float and type(rtol) in (float, NoneType)
     planned = _planned_once if is_repeated and type(solver) is type(gradient) is str else _planned
     entry, options, chosen, keeps_all = planned(caller, functions, solver, gradient, eps, rtol)
     if entry.has_eigenvalues:

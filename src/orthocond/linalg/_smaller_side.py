@@ -28,7 +28,7 @@ from orthocond._core import private
 from orthocond._core.applying import applied, is_plain
 from orthocond._core.observing import notify
 from orthocond._core.overriding import overridable
-from orthocond._core.precision import autocast_off, finite, lift, narrow, widen
+from orthocond._core.precision import autocast_off, finite, finite_, lift, narrow, widen
 from orthocond.linalg._covariance import check_samples, covariance, noise_floor, trace
 from orthocond.linalg._decompose import DECOMPOSITIONS, decompose
 from orthocond.linalg._differences import Split, first_differences, most_dropped, split, values
@@ -272,17 +272,18 @@ def _centred(X: Tensor) -> Tensor:
 def _factor_and_value(X: Tensor, V: Tensor, g: Tensor, constant: Tensor, *, upper: bool) -> tuple[Tensor, Tensor]:
     """Return ``T`` and ``T diag(g) T^H + constant I``, from ``V`` and ``g`` that are scaled."""
     T = product(_centred(X), V).to(X)
-    value = finite(product(T * g, T.mH))
-    value.diagonal(dim1=-2, dim2=-1).add_(constant.to(value))  # 0 where zero is dropped
+    value = finite_(product(T * g, T.mH))
+    if not (_is_at_hand(constant) and not constant.any()):  # it is 0 where zero is dropped
+        value.diagonal(dim1=-2, dim2=-1).add_(constant.to(value))
     return T, upper_triangle(value) if upper else value
 
 
 def _through_factor(G: Tensor, T: Tensor, Vh: Tensor, gVh: Tensor, D: Tensor, *, upper: bool) -> tuple[Tensor]:
-    """Return ``(2 G T diag(g) + T (D o (T^H 2 G T))) V^H``, from ``V^H`` and ``diag(g) V^H``, with ``D``, all scaled."""
+    """Return ``(2 G T diag(g) + T (D o (2 T^H G T))) V^H``, from ``V^H``, ``diag(g) V^H`` and ``D``, all scaled."""
     # With twice the Hermitian part of G; to form that part of a whole G takes longer than a product.
     GT = product(_twice_mirrored(G, T.shape[-2]), T) if upper else product(G, T) + product(G.mH, T)
-    inner = finite((product(T.mH, GT).to(D.device) * D).to(T))
-    return (finite(product(GT, gVh).add_(product(T, product(inner, Vh)))),)
+    inner = finite_((product(T.mH, GT).to(D.device) * D).to(T))
+    return (finite_(product(GT, gVh).add_(product(T, product(inner, Vh)))),)
 
 
 _IN_CACHE = 2**18
@@ -292,8 +293,11 @@ provide page by page."""
 
 def _part(X: Tensor) -> int | None:
     """Return how many of the features ``(b, d, N)`` to take at a time; None for all."""
-    is_divisible = X.ndim == 3 and X.is_cpu and not torch.compiler.is_compiling()
-    return max(1, _IN_CACHE // X.shape[-2] ** 2) if is_divisible else None
+    return max(1, _IN_CACHE // X.shape[-2] ** 2) if X.ndim == 3 and _is_at_hand(X) else None
+
+
+def _is_at_hand(X: Tensor) -> bool:
+    return X.is_cpu and not torch.compiler.is_compiling()
 
 
 def _by_parts(part: int | None, function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
