@@ -68,14 +68,16 @@ def verified_eigen(A: Tensor, eigenvalues: Tensor, U: Tensor, asymmetry: Tensor 
         return Verdict(wrong, lowest, 0.0 if asymmetry is None else asymmetry.item(), (values[0], values[-1]))
     if A.ndim != 3:
         A, eigenvalues, U = A.reshape(-1, n, n), eigenvalues.reshape(-1, n), U.reshape(-1, n, n)
-    x = _probes_like(A, n)
-    y = torch.bmm(U.mH, x)
-    turned = torch.bmm(U, y).sub_(x)
-    residual = torch.baddbmm(torch.bmm(U, y * eigenvalues.unsqueeze(-1)), A, x, beta=-1)
+    # Of the whole batch with the one vector, which is real: products with one matrix, and U is stored by columns.
+    x, _ = _probe(n, A.dtype, A.device)
+    y = U.mT.reshape(-1, n).mv(x).view(-1, n).conj()
+    of_A = A.reshape(-1, n).mv(x).view(-1, n)
+    expected = torch.stack([x.expand_as(of_A), of_A], -1)
+    errors = torch.bmm(U, torch.stack([y, y * eigenvalues], -1)).sub_(expected).abs().amax(1)
     smallest, largest = eigenvalues[:, 0], torch.maximum(eigenvalues[:, -1], -eigenvalues[:, 0])
     right = (
-        (_sizes(turned) <= bound)
-        & (_sizes(residual) < bound * largest + tiny)
+        (errors[:, 0] <= bound)
+        & (errors[:, 1] < bound * largest + tiny)
         & (eigenvalues[:, 1:] >= eigenvalues[:, :-1]).all(-1)
     )
     lowest = (smallest / torch.where(largest > 0, largest, 1.0)).amin()

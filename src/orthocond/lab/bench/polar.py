@@ -38,10 +38,12 @@ class Cell:
 
 
 def cells(*, quick: bool) -> Iterator[Cell]:
-    """Yield the different shapes in the order of the network."""
+    """Yield the different shapes in the order of the network, CIFAR's stem, and a large square one."""
     convolutions = [m for m in build("resnet50").modules() if isinstance(m, nn.Conv2d)]
     shapes = dict.fromkeys((c.weight.shape[0], c.weight[0].numel()) for c in convolutions)
     yield from (Cell(*shape) for shape in list(shapes)[: 2 if quick else None])
+    if not quick:
+        yield from (Cell(64, 27), Cell(1024, 1024))
 
 
 def contestants(cell: Cell) -> dict[str, Callable[[Tensor], Tensor]]:
