@@ -30,6 +30,24 @@ def test_pool_gradient_also_with_fewer_positions_than_channels(shape):
     assert grad.isfinite().all()
 
 
+@pytest.mark.parametrize("shape", [(2, 6, 2, 2), (70, 70, 2, 2)], ids=str)  # the second in parts of the batch
+def test_the_triangle_has_the_derivatives_of_the_matrix(shape):
+    row, column = torch.triu_indices(shape[1], shape[1])
+
+    def derivatives(pooled):
+        x = noise(*shape, dtype=torch.float64).requires_grad_()
+        value = pooled(x)
+        (first,) = torch.autograd.grad(value.pow(3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        return value, first, second
+
+    whole = CovariancePool2d(vectorize=False)
+    for found, expected in zip(
+        derivatives(CovariancePool2d()), derivatives(lambda x: whole(x)[:, row, column]), strict=True
+    ):
+        assert torch.allclose(found, expected, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_pool_keeps_the_eigenvalues_of_training(solver):
     layer, x = CovariancePool2d(solver=solver, eps=1e-3), noise(3, 4, 6, 6)

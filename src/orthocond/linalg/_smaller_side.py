@@ -323,7 +323,7 @@ def upper_triangle(Q: Tensor) -> Tensor:
 def _twice_mirrored(G: Tensor, d: int) -> Tensor:
     """Return ``G + G^T`` from the upper triangles of matrices that are zero below the diagonal."""
     _, mirrored = _places(d, G.device)
-    twice = G.index_select(-1, mirrored).unflatten(-1, (d, d))
+    twice: Tensor = G.index_select(-1, mirrored).unflatten(-1, (d, d))
     twice.diagonal(dim1=-2, dim2=-1).mul_(2)  # the other entries are there twice
     return twice
 
