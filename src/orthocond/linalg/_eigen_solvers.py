@@ -42,7 +42,7 @@ from orthocond.linalg._solver import Solver
 __all__ = ["EIGEN_SOLVERS"]
 
 
-_LARGE = 48
+_LARGE = 128
 """From this size on the precision of a product matters more than the calls around it."""
 
 
