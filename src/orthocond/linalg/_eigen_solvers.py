@@ -36,13 +36,13 @@ from orthocond.linalg._eigen import (
     noise_of,
     wide_symmetric,
 )
-from orthocond.linalg._functions import SQRT, Chosen, spectral_function
+from orthocond.linalg._functions import SQRT, Chosen, is_clamped, spectral_function
 from orthocond.linalg._solver import Solver
 
 __all__ = ["EIGEN_SOLVERS"]
 
 
-_LARGE = 128
+_LARGE = 256
 """From this size on the precision of a product matters more than the calls around it."""
 
 
@@ -79,6 +79,7 @@ def _is_usual(A: Tensor, functions: tuple[Chosen, ...], method: str, gradient: s
         and A.numel() == A.shape[-1] ** 2 > 0
         and A.is_cpu
         and len(functions) == 1
+        and not is_clamped(functions[0])
         and method == "eigh"
         and gradient == "exact"
         and type(A) in (Tensor, Parameter)
@@ -110,7 +111,7 @@ def _function(
         parts = Split(eigenvalues, eigenvalues + eps if eps else eigenvalues, None, None)
     else:
         floor = floor if floor is None else floor.reshape(())
-        parts = split(eigenvalues, eps, rtol, floor, whole_line=entry.whole_line)
+        parts = split(eigenvalues, eps, rtol, floor, function=function)
     fits, sums = fit(A.dtype, (function,), eps, rtol), None
     if fits and parts.kept is None and n < _LARGE:
         sums = parts.points.sqrt()

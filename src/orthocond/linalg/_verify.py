@@ -69,7 +69,7 @@ def verified_eigen(A: Tensor, eigenvalues: Tensor, U: Tensor, asymmetry: Tensor 
     if A.ndim != 3:
         A, eigenvalues, U = A.reshape(-1, n, n), eigenvalues.reshape(-1, n), U.reshape(-1, n, n)
     # Of the whole batch with the one vector, which is real: products with one matrix, and U is stored by columns.
-    x, _ = _probe(n, A.dtype, A.device)
+    x, _ = probe(n, A.dtype, A.device)
     y = U.mT.reshape(-1, n).mv(x).view(-1, n).conj()
     of_A = A.reshape(-1, n).mv(x).view(-1, n)
     expected = torch.stack([x.expand_as(of_A), of_A], -1)
