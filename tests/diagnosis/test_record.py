@@ -62,7 +62,6 @@ def test_reading_inside_adds_no_calls():
     with orthocond.diagnose() as outer, orthocond.diagnose() as inner:
         torch.linalg.eigvalsh(A).sum().backward()
         assert len(inner.findings) == len(inner.findings) == 1
-        assert inner.gradients_finite
         torch.linalg.pinv(A)
     assert [len(diagnosis.findings) for diagnosis in (outer, inner)] == [2, 2]
     assert not outer.notes

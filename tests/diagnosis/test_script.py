@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from orthocond.diagnosis._record import Record
 from orthocond.diagnosis.script import main, run_script
 from orthocond.errors import ArgumentError
 from orthocond.lab import main as lab_main
@@ -78,6 +79,13 @@ def test_it_stops_after_so_many_passes(script, capsys):
     text = capsys.readouterr().out
     assert "step 1\n" in text
     assert "step 2\n" not in text
+
+
+def test_nothing_is_analysed_before_the_end(script, monkeypatch):
+    settle, seen = Record.settle, []
+    monkeypatch.setattr(Record, "settle", lambda record: (seen.append(len(record.calls)), settle(record))[1])
+    run_script(script, passes=4)
+    assert set(seen) == {4}
 
 
 def test_a_script_that_fails(script, capsys):

@@ -78,7 +78,7 @@ class Diagnosis:
         self._watches: list[Watch] = []
         self._interrupted = False
         self._compiled_before = 0
-        self.after_backward: Callable[[Tensor], None] | None = None
+        self.after_backward: Callable[[Tensor, bool], None] | None = None
 
     @property
     def findings(self) -> list[Finding]:
@@ -91,12 +91,6 @@ class Diagnosis:
         """What could not be seen, in sentences."""
         self._record.settle()
         return list(self._record.notes)
-
-    @property
-    def gradients_finite(self) -> bool:
-        """Whether every gradient that came back through a decomposition so far is finite."""
-        self._record.settle()
-        return all(bool(gradient.finite.all()) for call in self._record.calls for gradient in call.gradients)
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the findings as plain dicts."""

@@ -46,7 +46,7 @@ class Watch(TorchFunctionMode):
     """The mode: calls each function unchanged, and records decompositions."""
 
     def __init__(
-        self, names: dict[int, str], record: Record, after_backward: Callable[[Tensor], None] | None = None
+        self, names: dict[int, str], record: Record, after_backward: Callable[[Tensor, bool], None] | None = None
     ) -> None:
         super().__init__()
         self.names = names
@@ -54,6 +54,8 @@ class Watch(TorchFunctionMode):
         self.handles: list[Any] = []
         self.flow = Flow()
         self.after_backward = after_backward
+        """Called with the loss, and with whether all gradients that came back through a decomposition are finite."""
+        self.gradients_finite = True
 
     def __enter__(self) -> Self:
         _here.watches.append(self)
@@ -79,7 +81,7 @@ class Watch(TorchFunctionMode):
             if self.flow:
                 self.flow.step(getattr(function, "__name__", ""), args, result)
             if function is torch.Tensor.backward and self.after_backward is not None:
-                self.after_backward(args[0])
+                self.after_backward(args[0], self.gradients_finite)
             return result
         return self._observe(function, entry, args, kwargs)
 
@@ -114,6 +116,8 @@ class Watch(TorchFunctionMode):
 
         def hook(backs: tuple[Tensor | None, ...], incoming: tuple[Tensor | None, ...]) -> None:
             self.record.guarded(self.record.later, measure_gradient, call, vectors, backs, incoming)
+            if self.after_backward is not None:  # it needs this at once, and not the whole analysis
+                self.gradients_finite &= all(bool(back.isfinite().all()) for back in backs if back is not None)
 
         self.handles.append(node.register_hook(hook))
 

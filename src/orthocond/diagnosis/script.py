@@ -48,10 +48,10 @@ def run_script(script: str | Path, arguments: Sequence[str] = (), *, passes: int
     diagnosis = Diagnosis()
     done = 0
 
-    def count(loss: Tensor) -> None:
+    def count(loss: Tensor, gradients_finite: bool) -> None:
         nonlocal done
         done += 1
-        if not torch.isfinite(loss.detach()).all() or not diagnosis.gradients_finite or done >= passes:
+        if not torch.isfinite(loss.detach()).all() or not gradients_finite or done >= passes:
             raise _Enough
 
     diagnosis.after_backward = count
