@@ -163,7 +163,8 @@ def test_polar_and_layers_are_sane(records):
     for (name, groups), record in steps.items():
         assert record["fallbacks"] == 0
         assert 0 < record["products"] < record["launches"]
-        assert record["products"] == steps[name, 3 - groups]["products"]  # a batch is one product
+        if name != "eigh":  # which has a short way for one matrix
+            assert record["products"] == steps[name, 3 - groups]["products"]  # a batch is one product
     counts = [
         steps[name, 1]["products"] for name in ("products", "products, float16 terms", "products, bfloat16 terms")
     ]

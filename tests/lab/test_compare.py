@@ -243,8 +243,9 @@ def test_a_run_keeps_its_memory_unless_the_user_chose_otherwise(tmp_path, monkey
             LocalEngine(1).start(run)
         assert environments[-1][name] == value
         assert "MALLOC_TRIM_THRESHOLD_" not in environments[-1]
-    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    assert kept_memory() == {}
+    for library in (("", ""), ("glibc", "2.31")):
+        monkeypatch.setattr(platform, "libc_ver", lambda library=library: library)
+        assert kept_memory() == {}
 
 
 def test_visible_gpus_are_those_that_the_environment_names(monkeypatch):

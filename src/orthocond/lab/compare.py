@@ -244,9 +244,14 @@ def kept_memory() -> dict[str, str]:
 
     The allocator of glibc returns blocks above 32 MB to the system when they are freed, and the system has to clear
     them when the next step asks for them. Empty with another C library, and where the user chose how memory is kept.
+    Also empty before glibc 2.36: older ones ignore a threshold above 32 MB and stop adapting it because of the other
+    variable: every block above 128 KB would be returned.
     """
     chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if chosen or "LD_PRELOAD" in os.environ or platform.libc_ver()[0] != "glibc":
+    library, version = platform.libc_ver()
+    if chosen or "LD_PRELOAD" in os.environ or library != "glibc":
+        return {}
+    if tuple(int(number) for number in version.split(".")[:2]) < (2, 36):
         return {}
     return {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
 

@@ -20,7 +20,8 @@ CONDITIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "cond_eps": ("with eps", "Ratio of the largest to the smallest eigenvalue with eps added, or as their floor."),
         "cond_support": (
             "on the support",
-            f"Ratio of the largest eigenvalue to the smallest one above {CUT:g} times the largest, for every method.",
+            f"Ratio of the largest eigenvalue to the smallest one above {CUT:g} times the largest; for products an "
+            "estimate with its own cut, unless monitor_exact is set.",
         ),
         "cond": (
             "raw",

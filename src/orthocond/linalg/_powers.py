@@ -39,7 +39,7 @@ def matrix_powerh(
         exponent: the power :math:`p`, a number.
         solver: one of `SOLVERS`; those without eigenvalues support only the exponents 0.5 and -0.5.
         gradient: one of `GRADIENTS`.
-        eps: added to the eigenvalues.
+        eps: added to the eigenvalues; a floor for them with ``solver="eigh(clamp=true)"``.
         rtol: as in `matrix_sqrth`.
 
     Returns:
@@ -85,7 +85,7 @@ def matrix_logh(
         A: matrices ``(..., n, n)``, as in `matrix_sqrth`.
         solver: one of `SOLVERS` that has eigenvalues.
         gradient: one of `GRADIENTS`.
-        eps: added to the eigenvalues.
+        eps: added to the eigenvalues; a floor for them with ``solver="eigh(clamp=true)"``.
         rtol: as in `matrix_sqrth`.
 
     Returns:

@@ -111,7 +111,8 @@ def spectral_of_samples(
 
     It does what `spectral` does with the covariance and its `noise_floor`, at the cost of the smaller side. The
     eigenvalues ``(..., d)`` are None where the solver has none, and the covariance is None where it was not needed.
-    With ``upper`` it is the upper triangle alone that is returned, row by row: ``(..., d (d + 1) / 2)``.
+    With ``upper`` a value from the smaller side, without a covariance, is the upper triangle alone, row by row:
+    ``(..., d (d + 1) / 2)``.
     """
     entry, _, (chosen,), cut = resolved(caller, X.mT, (function,), solver, gradient, eps, rtol)
     is_covered = entry.name in DECOMPOSITIONS and gradient == "exact" and not private.forward_mode_is_on()
@@ -125,7 +126,6 @@ def spectral_of_samples(
                 P = covariance(widen(samples))
             options: dict[str, Any] = {"solver": solver, "gradient": gradient, "eps": eps, "rtol": cut}
             (value,), eigenvalues = spectral(caller, P, (function,), floor=noise, **options)
-            value = upper_triangle(value) if upper else value
             return (narrow(value, X),), eigenvalues, P, noise
         value, eigenvalues, *_ = applied(_OfSamples, samples, noise, chosen, entry.name, eps, cut, upper)
     notify(caller, X.mT, eigenvalues, eps, clamp=is_clamped(chosen))

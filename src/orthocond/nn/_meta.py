@@ -15,7 +15,7 @@ from orthocond.linalg import SOLVERS, spectrum
 from orthocond.linalg._counts import FallbackCount
 from orthocond.linalg._gap import condition_on_support
 from orthocond.linalg._roots import spectral
-from orthocond.linalg._smaller_side import spectral_of_samples
+from orthocond.linalg._smaller_side import spectral_of_samples, upper_triangle
 
 __all__ = ["Estimates", "MetaLayer"]
 
@@ -167,7 +167,7 @@ class MetaLayer(nn.Module):
         if fallbacks is not None:
             self._count_fallbacks(fallbacks.number, math.prod(X.shape[:-2]))
         self._keep_spectrum(P, eigenvalues, noise)
-        return value, eigenvalues
+        return upper_triangle(value) if upper and P is not None else value, eigenvalues
 
     def _check_options(self, functions: tuple[str, ...] = ("sqrt",)) -> None:
         """Raise for a wrong combination of options now, not in training."""

@@ -56,7 +56,7 @@ def markdown(results: Mapping[str, Any], chart: str | None) -> str:
     promised = promises(subjects)
     parts.append(_as_markdown(promised))
     if any(row[-1] == "no" for row in promised.rows):
-        parts.append("[Limits](limits.md#the-functions) explains those that don't hold.\n")
+        parts.append("[Limits](limits.md) says more about those that don't hold.\n")
     if chart is not None:
         parts.append(f"![Time against gradient error of every way to an inverse root]({chart})\n")
     for name in SUBJECTS:
