@@ -13,7 +13,7 @@ import orthocond.monitor
 from orthocond import ConditionMonitor
 from orthocond.errors import ArgumentError, OrthocondWarning
 from orthocond.linalg import covariance, matrix_sqrth, spectrum
-from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm2d
+from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm1d, DecorrelatedBatchNorm2d
 
 from cases import noise
 
@@ -565,3 +565,14 @@ def test_a_resumed_run_records_the_forwards_that_it_would_have():
     for _ in range(6):
         model(torch.randn(2, 3, 5, 5))
     assert [record["step"] for record in monitor.history()] == [9, 12]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_step_without_a_certificate_has_rank_0():
+    model = nn.Sequential(DecorrelatedBatchNorm1d(8, solver="products"))
+    x = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, -3, 8)
+    with ConditionMonitor(model) as monitor:
+        assert torch.compile(model, backend="eager")(x).isnan().all()
+    (record,) = monitor.history()
+    assert record["rank"] == 0
+    assert math.isnan(record["cond_support"])

@@ -100,6 +100,7 @@ class Reporter(transformers.TrainerCallback):
 def test_the_reports_get_condition_numbers_and_what_the_treatment_did(tmp_path):
     reporter = Reporter()
     callbacks = [reporter, TreatmentCallback("net.0", "ol+nog"), ConditionCallback(layers=["net.2"])]
+    pytest.importorskip("tensorboard", reason="tensorboard is installed with the laboratory alone")
     made = trainer(tmp_path, callbacks, report_to="tensorboard")
     made.train()
     wanted = {"condition/net.1/rank", "condition/net.2/cond_support", "treatment/net.0/learning_rate",

@@ -92,7 +92,9 @@ def test_gradients_of_every_kind():
     assert torch.allclose(found, truth)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning", "ignore::torch.jit.TracerWarning"
+)
 def test_transforms_on_transforms_and_a_trace_that_can_be_saved():
     X, G = noise(3, 5, dtype=torch.float64), noise(3, 3, dtype=torch.float64)
 

@@ -245,3 +245,17 @@ def test_pade_as_published_replaces_what_overflows():
     assert found[0, 1] == found[1, 0] == 0.5  # the largest of the others: 1 / (3 - 1)
     assert torch.equal(found[:, 2], torch.tensor([-0.5, -0.5, 0.0], dtype=torch.float64))
     assert kernel(l, clamp=False)[0, 1].isinf()
+
+
+@pytest.mark.parametrize("n", [16, 300])
+def test_one_float32_matrix_of_any_size(n):
+    X = torch.randn(1, n, 2 * n, generator=torch.Generator().manual_seed(0))
+    A = (X @ X.mT / (2 * n)).requires_grad_()
+    G = torch.randn(2, 1, n, n, generator=torch.Generator().manual_seed(1))
+    (matrix_sqrth(A).mul_(2) * G[0]).sum().backward()  # its result is no view, which could not be changed in place
+    root = matrix_sqrth(A)
+    (together,) = torch.autograd.grad(root, A, 2 * G, is_grads_batched=True, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):  # has no say in the backward pass either
+        (alone,) = torch.autograd.grad(root, A, 2 * G[0])
+    for gradient in (together[0], alone):
+        assert torch.allclose(gradient, A.grad, rtol=1e-5, atol=1e-6 * A.grad.abs().max().item())

@@ -113,3 +113,10 @@ def test_coloring_keeps_the_contents_eigenvalues_and_tells_bad_shapes():
         layer(x, noise(3, 4, 8, 8))
     with pytest.raises(ArgumentError, match="unknown gradient"):
         WhiteningColoring2d(gradient="x")
+
+
+@pytest.mark.parametrize("places", [2, 4])
+def test_jacobians_by_batched_gradients(places):
+    x = torch.randn(1, 9, places, places, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows, together = (torch.autograd.functional.jacobian(CovariancePool2d(), x, vectorize=v) for v in (False, True))
+    assert torch.allclose(together, rows)

@@ -62,7 +62,7 @@ def split(
         parts = split(eigenvalues, eps, rtol, floor)
         raised = torch.maximum(eigenvalues, bound)
         points = raised if parts.kept is None else torch.where(parts.kept, raised, 1.0)
-        return parts._replace(points=points, bound=bound)
+        return Split(eigenvalues, points, parts.kept, parts.cutoff, bound)  # torch 2.8 can't compile _replace
     if rtol is None and spectral_function(function)[0].whole_line:
         return Split(eigenvalues, eigenvalues + eps, None, None)
     # A comparison of numbers is much cheaper than work with masks, but only the CPU has the numbers at hand.

@@ -59,8 +59,8 @@ def eigen_functions(
     """Return ``f(A + eps I)`` for each of ``functions``, and the eigenvalues of ``A``, detached and ascending.
 
     A clamped function takes ``eps`` as a bound instead. ``rtol`` and ``floor`` say which eigenvalues are dropped, as in
-    `split`. ``stored`` is the dtype that ``A`` may have
-    been rounded to before, if it isn't its own: what that explains is not warned of.
+    `split`. ``stored`` is the dtype that ``A`` may have been rounded to before, if it isn't its own: what that explains
+    is not warned of.
     """
     noise = noise_of(stored or A.dtype)
     with autocast_off(A.device):

@@ -15,7 +15,6 @@ float32: ``U`` keeps the norm, so that nothing cancels, and the error is that of
 times over. The products ``U^T G U`` stay in float64, because what they lose the divided differences may amplify.
 """
 
-import cmath
 import functools
 from typing import Any
 
@@ -40,10 +39,6 @@ from orthocond.linalg._functions import SQRT, Chosen, is_clamped, spectral_funct
 from orthocond.linalg._solver import Solver
 
 __all__ = ["EIGEN_SOLVERS"]
-
-
-_LARGE = 256
-"""From this size on the precision of a product matters more than the calls around it."""
 
 
 def by_eigenvalues(
@@ -95,7 +90,7 @@ def _function(
 ) -> tuple[Tensor, Tensor, Tensor, Split, Tensor | None]:
     """Return the function of ``A``, the eigenvalues, and for the derivative the eigenvectors, the split and None.
 
-    For a root of a small matrix it is ``B`` in the place of the eigenvectors, and the signed ``s`` is the last.
+    For a root without dropped eigenvalues it is ``B`` in the place of the eigenvectors, and the signed ``s`` is last.
     """
     entry, _ = spectral_function(function)
     n = A.shape[-1]
@@ -105,7 +100,7 @@ def _function(
         wide, asymmetry=asymmetry, noise=noise_of(A.dtype), semidefinite=not entry.whole_line
     )
     is_above_noise = floor is None or floor.item() <= eps
-    if rtol is None and is_above_noise and (entry.whole_line or smallest >= -eps / 2 > -SMALLEST):
+    if rtol is None and is_above_noise and (entry.whole_line or smallest >= -eps / 2 < -SMALLEST):
         parts = Split(eigenvalues, eigenvalues + eps, None, None)
     elif rtol is not None and is_above_noise and smallest > max(rtol * largest, SMALLEST):
         parts = Split(eigenvalues, eigenvalues + eps if eps else eigenvalues, None, None)
@@ -113,7 +108,7 @@ def _function(
         floor = floor if floor is None else floor.reshape(())
         parts = split(eigenvalues, eps, rtol, floor, function=function)
     fits, sums = fit(A.dtype, (function,), eps, rtol), None
-    if fits and parts.kept is None and n < _LARGE:
+    if fits and parts.kept is None:
         sums = parts.points.sqrt()
         if function == SQRT:
             result = (U * sums).mm(U.mT)
@@ -121,9 +116,6 @@ def _function(
             U = U / sums.sqrt()
             result = U.mm(U.mT)
             sums.neg_()
-    elif fits and n >= _LARGE:
-        narrow_U = U.float()
-        result = (narrow_U * values(parts, function).float()).mm(narrow_U.mT)
     else:
         result = (U * values(parts, function)).mm(U.mT)
     if A.ndim > 2:  # before it is narrowed, so that it is no view, which could not be changed in place
@@ -162,19 +154,9 @@ class _Function(torch.autograd.Function):
             inner.mul_(first_differences(ctx.parts, ctx.options[0]))
         else:
             inner.div_(sums.unsqueeze(-1) + sums)
-        to_A = _turned_back(B, inner, n)
+        to_A = B.mm(inner).mm(B.mT)
+        to_A = to_A.lerp(to_A.mT, 0.5).float()
         return finite(to_A if A.ndim == 2 else to_A.view(A.shape)), None, None, None, None
-
-
-def _turned_back(B: Tensor, inner: Tensor, n: int) -> Tensor:
-    """Return the symmetric part of ``B inner B^T`` in float32; where it is large, ``B`` are eigenvectors."""
-    if n >= _LARGE:
-        narrow_B = B.float()
-        result = narrow_B.mm(inner.float()).mm(narrow_B.mT)
-        if cmath.isfinite(result.sum().item()):
-            return result.lerp(result.mT, 0.5)
-    result = B.mm(inner).mm(B.mT)
-    return result.lerp(result.mT, 0.5).float()
 
 
 EIGEN_SOLVERS = (

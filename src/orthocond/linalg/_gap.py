@@ -50,21 +50,6 @@ class Bounds(NamedTuple):
         error = _ERROR * torch.finfo(A.dtype).eps
         return cls(_constant(smallest), _constant(dropped), _constant(error), precision)
 
-    @property
-    def shift(self) -> float:
-        """The middle of the gap."""
-        return (self.smallest + self.dropped) / 2
-
-    @property
-    def sign_steps(self) -> tuple[tuple[float, float, float], ...]:
-        """The steps of the sign, whose argument is half the gap away from zero."""
-        return quintics((self.smallest - self.dropped) / 2, self.error)
-
-    @property
-    def root_steps(self) -> tuple[tuple[float, float, float], ...]:
-        """The steps of the root."""
-        return quintics(self.smallest**0.5, self.error)
-
 
 def _constant(number: float) -> float:
     """Return a number in [0, 1] as one that the compiler knows: with ``dynamic=True`` it makes symbols of floats.
@@ -105,8 +90,8 @@ def certified_roots(B: Tensor, bounds: Bounds, eps: float) -> Certified:
     if eps:
         projector, on_range, filled, holds = identity, P, P, torch.ones_like(below, dtype=torch.bool)
     else:
-        X = P - bounds.shift * identity
-        for a, b, c in bounds.sign_steps:
+        X = P - (bounds.smallest + bounds.dropped) / 2 * identity  # the middle of the gap
+        for a, b, c in quintics((bounds.smallest - bounds.dropped) / 2, bounds.error):
             square = product(X, X, half)
             X = added(X, X, added(square, square, square, half, beta=b, alpha=c), half, beta=a)
         projector = 0.5 * (identity + X)
@@ -121,7 +106,7 @@ def certified_roots(B: Tensor, bounds: Bounds, eps: float) -> Certified:
         rest = rest @ rest
         holds = (_norm(projector @ projector - projector) <= limit) & (_norm(rest @ rest) <= 1.0)
     Y, Z = filled, identity
-    for number, (a, b, c) in enumerate(bounds.root_steps):
+    for number, (a, b, c) in enumerate(quintics(bounds.smallest**0.5, bounds.error)):
         W = product(Z, Y, half) if number else Y
         T = added(W, W, W, half, beta=b, alpha=c)
         Y, Z = added(Y, Y, T, half, beta=a), added(Z, T, Z, half, beta=a)
@@ -181,7 +166,7 @@ def _lyapunov(R: Tensor, H: Tensor, bounds: Bounds) -> Tensor:
     size = H.abs().amax((-2, -1), keepdim=True) * H.shape[-1]  # above its norm, so that no half type overflows
     size = torch.where(size > 0, size, 1.0)
     X = H / size
-    steps, half = bounds.root_steps, bounds.precision
+    steps, half = quintics(bounds.smallest**0.5, bounds.error), bounds.precision
     for number, (a, b, c) in enumerate(steps):
         square = product(R, R, half)
         RX = product(R, X, half)

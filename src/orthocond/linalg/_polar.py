@@ -20,8 +20,6 @@ from orthocond.linalg._schedules import quintics
 
 __all__ = ["POLAR_SOLVERS", "PolarSolver", "nearest_orthogonal"]
 
-_LARGE = 128
-"""Rows from which on the precision of a product matters more than the calls around it."""
 # A Gram matrix in a precision of unit u has the polar factor to within about u * cond^2: up to here it will do.
 _GRAM_TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-10}
 
@@ -176,15 +174,15 @@ def _by_gram(A: Tensor, rtol: float) -> Tensor:
     if A.ndim == 2 and A.is_cpu and not A.is_complex():  # in fewer calls, which small matrices notice
         eigenvalues, U, lowest, highest = decompose_one(wide.mm(wide.mT))
         if lowest > max(rtol**2, uncertain, noise) * highest:
-            return _turned_back(U * eigenvalues.rsqrt(), U, wide, A.dtype)
+            return (U * eigenvalues.rsqrt()).mm(U.mT).mm(wide)
     else:
         eigenvalues, U = decompose(product(wide, wide.mH), "eigh")
     smallest, largest = eigenvalues[..., :1], eigenvalues[..., -1:]
     if wide.is_cpu and bool((smallest > max(rtol**2, uncertain, noise) * largest).all()):  # the usual case
-        return _turned_back(U * eigenvalues.rsqrt().unsqueeze(-2), U, wide, A.dtype)
+        return product(product(U * eigenvalues.rsqrt().unsqueeze(-2), U.mH), wide)
     kept = eigenvalues > rtol**2 * largest
     scale = torch.where(kept, eigenvalues, 1.0).rsqrt() * kept
-    R = _turned_back(U * scale.unsqueeze(-2), U, wide, A.dtype)
+    R = product(product(U * scale.unsqueeze(-2), U.mH), wide)
     inaccurate = (eigenvalues < uncertain * largest) & kept | (eigenvalues <= noise * largest) & (rtol**2 < noise)
     inaccurate = inaccurate.any(-1) & (largest[..., 0] > 0)
     if A.is_meta or not inaccurate.any():
@@ -193,18 +191,6 @@ def _by_gram(A: Tensor, rtol: float) -> Tensor:
         return _by_svd(A, rtol)
     R[inaccurate] = _by_svd(A[inaccurate], rtol).to(R)
     return R
-
-
-def _turned_back(scaled: Tensor, U: Tensor, A: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``scaled U^H A``, where ``scaled`` are eigenvectors over singular values: by whichever order is faster.
-
-    For square matrices ``scaled^H A`` is as large as ``scaled U^H``. Its rows are orthonormal, as those of ``U`` are,
-    so that the other product loses nothing in the precision of the result.
-    """
-    m, n = A.shape[-2:]
-    if dtype != torch.float32 or n > 2 * m or m < _LARGE:
-        return product(product(scaled, U.mH), A)
-    return product(U.to(dtype), product(scaled.mH, A).to(dtype))
 
 
 def _by_svd(A: Tensor, rtol: float) -> Tensor:

@@ -87,7 +87,9 @@ def _solved(rows: list[list[float]]) -> list[float]:
     """Return the solution of a small linear system, given as rows with the right-hand side last."""
     n = len(rows)
     for k in range(n):
-        pivot = max(range(k, n), key=lambda i: abs(rows[i][k]))
+        pivot = k
+        for i in range(k + 1, n):  # a maximum with a key can't be compiled by torch 2.8
+            pivot = i if abs(rows[i][k]) > abs(rows[pivot][k]) else pivot
         rows[k], rows[pivot] = rows[pivot], rows[k]
         for i in range(k + 1, n):
             factor = rows[i][k] / rows[k][k]

@@ -323,7 +323,7 @@ def upper_triangle(Q: Tensor) -> Tensor:
 def _twice_mirrored(G: Tensor, d: int) -> Tensor:
     """Return ``G + G^T`` from the upper triangles of matrices that are zero below the diagonal."""
     _, mirrored = _places(d, G.device)
-    twice: Tensor = G.index_select(-1, mirrored).unflatten(-1, (d, d))
+    twice: Tensor = G.index_select(-1, mirrored).view(*G.shape[:-1], d, d)
     twice.diagonal(dim1=-2, dim2=-1).mul_(2)  # the other entries are there twice
     return twice
 
@@ -347,7 +347,7 @@ def _places(d: int, device: torch.device) -> tuple[Tensor, Tensor]:
         order = torch.arange(len(upper), device=device)
         mirrored[row, column] = mirrored[column, row] = order
     places = upper, mirrored.flatten()
-    if type(upper) is Tensor and not torch.compiler.is_compiling():  # and no fake of it
+    if type(upper) is Tensor and is_plain():  # and no fake of it, nor a wrapper of torch.func
         if len(_known_places) >= _MOST_PLACES:
             _known_places.clear()
         _known_places[d, device] = places

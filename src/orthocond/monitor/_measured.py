@@ -70,7 +70,9 @@ class Estimated(NamedTuple):
         else:
             whole = torch.where((self.rank >= self.size).all(1), cond, torch.nan)
             known = {"cond_support": cond, "cond": whole} | ({} if eps else {"cond_eps": whole})
-        return torch.stack([*(known.get(name, unknown) for name in CONDITIONS), self.rank.amin(1).to(cond)], 1)
+        return torch.stack(
+            [*(known.get(name, unknown) for name in CONDITIONS), self.rank.nan_to_num(0.0).amin(1).to(cond)], 1
+        )
 
 
 Reading = tuple[Key, Measured | Estimated, float]

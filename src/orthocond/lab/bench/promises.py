@@ -127,7 +127,7 @@ _PROMISES: dict[str, list[tuple[str, _Check] | tuple[str, _Check, str]]] = {
             for size, bound, reason in (
                 (16, 5.0, _ONE_MATRIX),
                 (64, 2.2, _ONE_MATRIX),
-                (512, 1.6, "five products, of which the accuracy of the gradient needs two in float64"),
+                (512, 1.6, "five products in float64, which the accuracy of the gradient needs"),
             )
         ),
         (
