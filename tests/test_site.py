@@ -55,6 +55,10 @@ def test_the_search_works_from_disk(tmp_path):
         assert [link.text.split("\n")[0] for link in found] == ["Whitening"]
         assert driver.find_element(By.CSS_SELECTOR, ".md-search-result__meta").text == "1 matching section"
         driver.get(found[0].get_attribute("href"))
+        for _ in range(50):  # the page may still be loading
+            if "The null space is dropped." in driver.page_source:
+                break
+            time.sleep(0.1)
         assert "The null space is dropped." in driver.page_source
     finally:
         driver.quit()

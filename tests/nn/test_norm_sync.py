@@ -9,7 +9,7 @@ from torch import nn
 from orthocond.nn import DecorrelatedBatchNorm2d
 
 from cases import noise
-from processes import join
+from processes import join, leave
 
 CHANNELS = 6
 
@@ -34,7 +34,7 @@ def work(rank, sizes, groups, shift, folder):
     join(rank, folder, len(sizes))
     layer, x, g = layer_and_batch(groups, shift)
     torch.save(outcome(layer, x.split(sizes)[rank], g.split(sizes)[rank]), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 def work_with_one_sided_gradients(rank, folder):
@@ -43,7 +43,7 @@ def work_with_one_sided_gradients(rank, folder):
     x = x.split(4)[rank].clone().requires_grad_(rank == 0)
     layer(x).backward(g.split(4)[rank])
     assert (x.grad is not None) == (rank == 0)
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 @pytest.mark.timeout(60)

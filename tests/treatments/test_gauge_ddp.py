@@ -1,10 +1,7 @@
 """Re-gauging under DDP: all processes apply the same matrix, whether the statistics are synchronised or not."""
 
-import gc
-
 import pytest
 import torch
-import torch.distributed
 import torch.multiprocessing
 import torch.nn.functional as F
 from torch import nn
@@ -14,7 +11,7 @@ from orthocond import treat
 from orthocond.nn import DecorrelatedBatchNorm2d
 
 from cases import noise
-from processes import join
+from processes import join, leave
 
 STEPS = 12
 
@@ -53,8 +50,7 @@ def work(rank, folder, spec, sync):
     join(rank, folder)
     found = trained(DistributedDataParallel, slice(8 * rank, 8 * rank + 8), spec, sync)
     torch.save(found, f"{folder}/{rank}.pt")
-    gc.collect()  # what still holds the group would let its threads outlive the interpreter, which aborts then
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 @pytest.mark.parametrize(("spec", "sync"), [("gauge", True), ("gauge", False), ("nog+gauge", True)])

@@ -1,6 +1,5 @@
 """The contract under DDP, for every registered part and pair: two processes give what one gives with the batch."""
 
-import gc
 import warnings
 
 import pytest
@@ -17,7 +16,7 @@ from orthocond.nn import DecorrelatedBatchNorm2d
 
 from cases import noise
 from contract import specifications
-from processes import join
+from processes import join, leave
 
 SPECIFICATIONS = [*specifications(), "nog+ow+olr"]
 
@@ -61,8 +60,7 @@ def work(rank, folder):
     part = slice(4 * rank, 4 * rank + 4)
     found = {spec: trained(spec, DistributedDataParallel, part) for spec in SPECIFICATIONS}
     torch.save(found, f"{folder}/{rank}.pt")
-    gc.collect()  # what still holds the group would let its threads outlive the interpreter, which aborts then
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 @pytest.fixture(scope="module")
