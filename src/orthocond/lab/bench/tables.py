@@ -211,7 +211,7 @@ def _polar(records: Records) -> Table:
     names = list(dict.fromkeys(r["contestant"] for r in records))
     by_place = {(r["rows"], r["columns"], r["contestant"]): r for r in records}
     return Table(
-        "Nearest orthogonal matrix of ResNet-50's gradients and of a large square matrix, float32",
+        "Nearest orthogonal matrix, float32",
         "Time relative to `torch.linalg.svd` in float32, and the relative error. Muon's own steps run in bfloat16; "
         "their column is empty where a CPU without bfloat16 would take too long.",
         ["shape", *names],
