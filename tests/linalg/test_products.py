@@ -176,6 +176,17 @@ def are_plain(names):
     return not any(word in name for name in names for word in ("linalg", "orthocond", "cond", "eigh", "svd"))
 
 
+def assert_as_eager(compiled, x, g):
+    """Assert that a compiled layer does what a new one does in eager mode, forward and backward."""
+    results = []
+    for layer in (compiled, DecorrelatedBatchNorm2d(6, solver="products")):
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        results.append((y, *torch.autograd.grad(y, leaf, g)))
+    for traced, plain in zip(*results, strict=True):
+        assert torch.allclose(traced, plain, atol=1e-5)
+
+
 def test_a_compiled_training_step_is_products_alone():
     graphs = []
 
@@ -187,13 +198,7 @@ def test_a_compiled_training_step_is_products_alone():
     layer = DecorrelatedBatchNorm2d(6, solver="products")
     backend = aot_autograd(fw_compiler=recorded, bw_compiler=recorded)
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
-    results = []
-    for each in (compiled, DecorrelatedBatchNorm2d(6, solver="products")):
-        leaf = x.clone().requires_grad_()
-        y = each(leaf)
-        results.append((y, *torch.autograd.grad(y, leaf, g)))
-    for traced, plain in zip(*results, strict=True):
-        assert torch.allclose(traced, plain, atol=1e-5)
+    assert_as_eager(compiled, x, g)
     assert len(graphs) == 2
     for graph in graphs:
         names = operators(graph) - {"aten.linalg_vector_norm.default"}
@@ -221,13 +226,7 @@ def test_a_layer_compiled_for_any_batch():
     )
     for batch in (8, 5):
         x, g = noise(batch, 6, 10, 10), noise(batch, 6, 10, 10, seed=2)
-        results = []
-        for layer in (compiled, DecorrelatedBatchNorm2d(6, solver="products")):
-            leaf = x.clone().requires_grad_()
-            y = layer(leaf)
-            results.append((y, *torch.autograd.grad(y, leaf, g)))
-        for traced, plain in zip(*results, strict=True):
-            assert torch.allclose(traced, plain, atol=1e-5)
+        assert_as_eager(compiled, x, g)
 
 
 @pytest.mark.filterwarnings("ignore")  # the exporters' own

@@ -87,9 +87,9 @@ def numbers(readings: Sequence[Reading], rtol: float) -> list[Tensor]:
     rows: dict[int, Tensor] = {}
     for indices in alike.values():
         _, first, eps = readings[indices[0]]
+        group: list[Any] = [readings[i][1] for i in indices]
         parts: list[Any] = [
-            torch.stack([readings[i][1][k] for i in indices]) if isinstance(part, Tensor) else part  # type: ignore[misc]
-            for k, part in enumerate(first)
+            torch.stack(each) if isinstance(each[0], Tensor) else each[0] for each in zip(*group, strict=True)
         ]
         if isinstance(first, Measured):
             together: Any = Measured(_flat(parts[0], 1), _flat(parts[1], 0), parts[2])

@@ -31,9 +31,9 @@ class SkewOrthogonalConv2d(nn.Conv2d):
 
     .. math:: \exp(L) x = J_0(b) x + 2 \sum_{k=1}^{K} J_k(b) u_k, \quad u_{k+1} = \tfrac{2}{b} L u_k + u_{k-1}
 
-    from :math:`u_0 = x`, :math:`u_1 = L x / b`. The truncation error is below 3e-8 of the input: that takes 8
-    convolutions for :math:`b = 1`, of which the first acts on the input's channels only, and about :math:`b + 10` for
-    a larger bound. No term is larger than the input, so nothing cancels. The bound depends on the data, so
+    from :math:`u_0 = x`, :math:`u_1 = L x / b`. The truncation error is below 3e-8 of the input.
+    That takes 8 convolutions for :math:`b = 1`, and about :math:`b + 10` for a larger bound. The first convolution acts
+    on the input's channels only. No term is larger than the input, so nothing cancels. The bound depends on the data:
     `torch.compile` breaks the graph there unless the kernel is normalised, and `torch.export` uses the bound of the
     last call, which is saved with the state.
 

@@ -155,12 +155,15 @@ def _by_products(cell: Cell) -> dict[str, _Entry]:
         ("products, float16 terms", "products(precision=float16)"),
         ("products, bfloat16 terms", "products(precision=bfloat16)"),
     ):
-        layer = DecorrelatedBatchNorm2d(channels, groups=cell.groups, solver=solver)
-        entry = _entry(layer, cell)
-        counts = num_operations(lambda entry=entry: list(entry.contestant()))  # type: ignore[misc]
-        about = {"groups": cell.groups, "channels": channels, **counts, "fallbacks": layer.num_fallbacks[0]}
-        entries[name] = _Entry(entry.contestant, entry.saved, about)
+        entries[name] = _counted(DecorrelatedBatchNorm2d(channels, groups=cell.groups, solver=solver), cell)
     return entries
+
+
+def _counted(layer: DecorrelatedBatchNorm2d, cell: Cell) -> _Entry:
+    entry = _entry(layer, cell)
+    counts = num_operations(lambda: list(entry.contestant()))
+    about = {"groups": cell.groups, "channels": layer.num_features, **counts, "fallbacks": layer.num_fallbacks[0]}
+    return _Entry(entry.contestant, entry.saved, about)
 
 
 def _folded(cell: Cell) -> dict[str, _Entry]:
