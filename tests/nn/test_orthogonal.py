@@ -219,6 +219,40 @@ def test_operator_is_the_exponential_of_its_convolution(channels, scale):
     assert torch.allclose(layer(x).double(), truth, atol=1e-6 * layer.norm_bound)
 
 
+@pytest.mark.parametrize("tolerance", [0.1, 1e-2, 1e-3, 1e-5, 1e-7, None])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_operator_keeps_its_tolerance_with_fewer_convolutions(tolerance, normalize, monkeypatch):
+    layer = orthogonal_weight(
+        nn.Conv2d(2, 6, 3, padding=1, bias=False).double(), kind="operator", normalize=normalize, tolerance=tolerance
+    )
+    x = noise(5, 2, 4, 4, dtype=torch.float64)
+    truth = copy.deepcopy(layer)
+    truth.tolerance = 1e-15
+    counts = []
+    for each in (layer, truth):
+        calls = []
+        convolve = each._convolve
+        monkeypatch.setattr(each, "_convolve", lambda *of, calls=calls, go=convolve: calls.append(1) or go(*of))
+        counts.append((each(x), len(calls)))
+    (found, count), (expected, most) = counts
+    errors = (found - expected).flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)
+    assert errors.max() < (tolerance or 3e-8)
+    assert count < most
+    if normalize:
+        assert count == {0.1: 2, 1e-2: 3, 1e-3: 4, 1e-5: 6, 1e-7: 8, None: 8}[tolerance]
+
+
+@pytest.mark.parametrize("tolerance", [0.0, -1e-3, 0.5, float("nan")])
+def test_a_tolerance_that_is_none_is_refused(tolerance):
+    with pytest.raises(ArgumentError, match="0 < tolerance <= 0.1"):
+        orthogonal_weight(nn.Conv2d(2, 6, 3, padding=1), kind="operator", tolerance=tolerance)
+
+
+def test_a_tolerance_without_a_series_is_refused():
+    with pytest.raises(ArgumentError, match="kind='kernel' is exact"):
+        orthogonal_weight(nn.Conv2d(2, 6, 3, padding=1), tolerance=1e-3)
+
+
 def test_a_state_of_version_0_1_loads_into_the_operator():
     layer = orthogonal_weight(nn.Conv2d(2, 3, 3, padding=1), kind="operator", normalize=False)
     state = layer.state_dict()

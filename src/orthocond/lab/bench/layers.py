@@ -227,6 +227,7 @@ def _operators(cell: Cell) -> dict[str, _Entry]:
         "convolution to 64 channels": convolution(),
         "orthogonal operator": orthogonal_weight(convolution(), kind="operator", normalize=False),
         "the same, normalised": orthogonal_weight(convolution(), kind="operator"),
+        "normalised, tolerance 1e-3": orthogonal_weight(convolution(), kind="operator", tolerance=1e-3),
         "normalised, ten terms of the Taylor series": UsualOperator(cell.shape[1], 64),
     }
     return {name: _entry(layer, cell) for name, layer in layers.items()}
