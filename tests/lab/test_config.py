@@ -85,6 +85,8 @@ def test_a_toml_file_and_flags_give_the_same(tmp_path):
         ({"method": "svt"}, "choose one of svd"),
         ({"method": "bn+nog"}, "use bn alone, or svd\\+nog"),
         ({"gradient": "exct"}, "Did you mean 'exact'"),
+        ({"method": "bn", "pre_svd_rate": 0.1}, "bn has none; leave it out"),
+        ({"pre_svd_rate": -0.1}, "pre_svd_rate must be at least"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(settings, message):

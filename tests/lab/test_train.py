@@ -59,6 +59,22 @@ def images(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "adamw", "learning_rate": 1e-3}, {"meta": "gcp"}])
+@pytest.mark.parametrize("method", ["svd", "svd+nog+ow"])
+def test_the_pre_svd_layer_has_a_rate_of_its_own(tmp_path, settings, method):
+    config = digits(steps=6, method=method, **settings)
+    names = ("usual", "same", "half")
+    for name, rate in zip(names, (None, config.learning_rate, config.learning_rate / 2), strict=True):
+        train(changed(config, {"pre_svd_rate": rate}), tmp_path / name)
+    usual, same, half = (read_records(tmp_path / name, "step") for name in names)
+    assert [record["loss"] for record in same] == [record["loss"] for record in usual]
+    assert [record["pre_svd_lr"] for record in half] == pytest.approx([record["lr"] / 2 for record in usual])
+    assert [record["lr"] for record in half] == [record["lr"] for record in usual]
+    losses = [[record["loss"] for record in each] for each in (usual, half)]
+    assert losses[0][0] == losses[1][0]
+    assert losses[0][-1] != losses[1][-1]
+
+
 def test_a_run_learns_and_writes_everything_down(tmp_path):
     outcome = train(digits(steps=110, method="svd+nog+ow+olr"), tmp_path / "run")
     assert outcome.state == "finished"

@@ -244,7 +244,7 @@ def test_the_operator_keeps_its_tolerance_with_fewer_convolutions(tolerance, nor
 
 @pytest.mark.parametrize("tolerance", [0.0, -1e-3, 0.5, float("nan")])
 def test_a_tolerance_that_is_none_is_refused(tolerance):
-    with pytest.raises(ArgumentError, match="0 < tolerance <= 0.1"):
+    with pytest.raises(ArgumentError, match=r"0 < tolerance <= 0\.1"):
         orthogonal_weight(nn.Conv2d(2, 6, 3, padding=1), kind="operator", tolerance=tolerance)
 
 

@@ -103,6 +103,9 @@ class Config:
     batch_size: int = _setting(128, "images in a step, over all devices")
     optimizer: str = _setting("sgd", f"one of {', '.join(OPTIMIZERS)}")
     learning_rate: float = _setting(0.1, "initial learning rate; for adamw about 0.001")
+    pre_svd_rate: float | None = _setting(
+        None, "initial learning rate of the layer in front of the meta-layer; default: that of the others"
+    )
     momentum: float = _setting(0.9, "momentum of SGD, or the first beta of AdamW")
     weight_decay: float = _setting(5e-4, "weight decay")
     schedule: str = _setting("steps", f"learning-rate schedule: {', '.join(SCHEDULES)}")
@@ -148,6 +151,10 @@ class Config:
             value = getattr(self, name)
             if value is not None and not least <= value < float("inf"):
                 raise ArgumentError(f"{name} must be at least {least}, got {value}.")
+        if self.pre_svd_rate is not None and self.method == "bn":
+            raise ArgumentError(
+                "pre_svd_rate is for the layer in front of the meta-layer, and bn has none; leave it out."
+            )
         if self.optimizer == "adamw" and self.momentum >= 1:
             raise ArgumentError(f"momentum is the first beta of adamw and must be below 1, got {self.momentum}.")
         if self.seed >= 2**63:
@@ -172,7 +179,7 @@ PLACE = frozenset(field.name for field in dataclasses.fields(Config) if field.me
 
 _LEAST = {
     **dict.fromkeys(("pad", "workers", "seed"), 0),
-    **dict.fromkeys(("eps", "rtol", "learning_rate", "momentum", "weight_decay", "gamma"), 0.0),
+    **dict.fromkeys(("eps", "rtol", "learning_rate", "pre_svd_rate", "momentum", "weight_decay", "gamma"), 0.0),
     **dict.fromkeys(("resize", "crop", "width", "reduction", "epochs", "steps", "batch_size", "nodes", "threads"), 1),
     **dict.fromkeys(("val_images", "checkpoint_every", "evaluate_every", "prefetch"), 1),
     **dict.fromkeys(("monitor_every", "monitor_exact"), 1),

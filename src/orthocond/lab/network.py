@@ -4,9 +4,9 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from orthocond import treat
+from orthocond import find_pre_svd, treat
 from orthocond.errors import OrthocondWarning
 from orthocond.lab.config import Config, solver_of
 from orthocond.lab.data import Data, Part
@@ -14,7 +14,7 @@ from orthocond.lab.methods import method
 from orthocond.lab.models import build
 from orthocond.treatments import Treatment
 
-__all__ = ["network"]
+__all__ = ["network", "pre_svd_layer"]
 
 
 def network(config: Config, data: Data, *, sync: bool) -> tuple[nn.Module, Treatment | None]:
@@ -46,7 +46,17 @@ def network(config: Config, data: Data, *, sync: bool) -> tuple[nn.Module, Treat
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # a stub that lacks it
     if chosen.treatment == "none":
         return model, None
-    images, _ = next(iter(data.val_batches(Part(), torch.device("cpu"))))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OrthocondWarning)  # a combination that was asked for by its name
-        return model, treat(model, "auto", chosen.treatment, example_input=images[:2])
+        return model, treat(model, "auto", chosen.treatment, example_input=_example(data))
+
+
+def pre_svd_layer(model: nn.Module, data: Data) -> nn.Module:
+    """Return the layer whose output the network's meta-layer decomposes."""
+    (name,) = find_pre_svd(model, _example(data)).values()
+    return model.get_submodule(name)
+
+
+def _example(data: Data) -> Tensor:
+    images, _ = next(iter(data.val_batches(Part(), torch.device("cpu"))))
+    return images[:2]

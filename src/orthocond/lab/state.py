@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from orthocond.lab.config import Config
 from orthocond.lab.data import Data, Part
-from orthocond.lab.network import network
+from orthocond.lab.network import network, pre_svd_layer
 from orthocond.lab.randomness import random_state, seed_all, set_random_state
 from orthocond.lab.records import last_step
 from orthocond.lab.runs import RunError, RunFolder, read_status, start_over_command
@@ -36,7 +36,7 @@ class RunState:
 
         seed_all(config.seed)
         self.network, self.treatment = network(config, data, sync=fabric.world_size > 1)
-        self.plain_optimizer = _optimizer(config, self.network)
+        self.plain_optimizer = _optimizer(config, self.network, data)
         if self.treatment is not None:
             self.treatment.attach(self.plain_optimizer)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -151,12 +151,17 @@ class RunState:
         return None
 
 
-def _optimizer(config: Config, network: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of a configuration for all parameters of a network."""
+def _optimizer(config: Config, network: nn.Module, data: Data) -> torch.optim.Optimizer:
+    """Return the optimizer of a configuration for a network; the Pre-SVD layer's parameters are in the last group."""
+    groups: list[dict[str, Any]] = [{"params": list(network.parameters())}]
+    if config.pre_svd_rate is not None:
+        treated = list(pre_svd_layer(network, data).parameters())
+        others = [parameter for parameter in network.parameters() if all(parameter is not each for each in treated)]
+        groups = [{"params": others}, {"params": treated, "lr": config.pre_svd_rate}]
     options: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(network.parameters(), betas=(config.momentum, 0.999), **options)
-    return torch.optim.SGD(network.parameters(), momentum=config.momentum, **options)
+        return torch.optim.AdamW(groups, betas=(config.momentum, 0.999), **options)
+    return torch.optim.SGD(groups, momentum=config.momentum, **options)
 
 
 def learning_rate_factor(config: Config, steps_per_epoch: int, total_steps: int) -> Callable[[int], float]:

@@ -191,7 +191,8 @@ class _Run:
         assert self.watch is not None
         self.watch.step = self.state.step
         times = [time.perf_counter()]
-        scheduled = self.state.plain_optimizer.param_groups[0]["lr"]
+        groups = self.state.plain_optimizer.param_groups
+        scheduled, pre_svd_scheduled = groups[0]["lr"], groups[-1]["lr"]
         logits = self.state.model(x)
         loss = _loss(logits, y)
         penalty = self.state.treatment.penalty() if self.state.treatment is not None else 0.0
@@ -216,7 +217,7 @@ class _Run:
             "step": self.state.step,
             "epoch": epoch,
             "lr": scheduled,
-            "pre_svd_lr": scheduled if last is None else last.learning_rate,
+            "pre_svd_lr": pre_svd_scheduled if last is None else last.learning_rate,
             **(noted(self.state.treatment.notes, last) if self.state.treatment is not None else {}),
         }
         self.pending.append((record, loss.detach()))
