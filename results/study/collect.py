@@ -12,7 +12,7 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +37,7 @@ def collect(runs: Path) -> None:
                 print(f"{folder}: {status['state']}, left out", file=sys.stderr)
                 continue
             config = json.loads((folder / "config.json").read_text())
-            line, columns = _run(folder, config)
+            line, columns = summary(folder, config)
             lines.append({"experiment": experiment.name, **line})
             by_method[config["method"]].append(columns)
         for method in sorted(by_method, key=method_order):
@@ -60,10 +60,13 @@ def _place(line: Record) -> tuple[str, tuple[int, str], int]:
     return line["experiment"], method_order(line["method"]), int(line["seed"])
 
 
-def _run(folder: Path, config: Record) -> tuple[Record, dict[str, np.ndarray]]:
+def summary(folder: Path, config: Record) -> tuple[Record, dict[str, np.ndarray]]:
+    """Return a run in one line, and its condition numbers by step."""
     records = [json.loads(entry) for entry in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["kind"] == "step"]
-    columns = {name: np.array([_number(record[name]) for record in steps]) for name in (*CONDITIONS, "rank")}
+    columns = {
+        name: np.array([_number(record[name]) for record in steps]) for name in (*CONDITIONS, "cond_floor", "rank")
+    }
     losses = np.array([record["loss"] for record in steps])
     later = np.arange(len(steps)) >= FIRST
     times = [json.loads(entry) for entry in (folder / "times.jsonl").read_text().splitlines()]
@@ -72,17 +75,17 @@ def _run(folder: Path, config: Record) -> tuple[Record, dict[str, np.ndarray]]:
         "seed": config["seed"],
         "steps": len(steps),
         "error": next(record["val_error"] for record in reversed(records) if record["kind"] == "epoch"),
-        **{name: _digits(float(np.mean(part))) for name, part in zip(QUARTERS, np.split(losses, 4), strict=True)},
-        **{name: _digits(_median(columns[name][later])) for name in CONDITIONS},
-        "largest_cond_support": _digits(np.max(columns["cond_support"][later])),
-        "below_threshold": _digits(float(np.mean(columns["cond_support"][later] < THRESHOLD))),
-        "rank_last": _digits(_median(columns["rank"][-len(steps) // 10 :])),
+        **{name: digits(float(np.mean(part))) for name, part in zip(QUARTERS, np.split(losses, 4), strict=True)},
+        **{name: digits(median(columns[name][later])) for name in CONDITIONS},
+        "largest_cond_support": digits(_of_known(np.max, columns["cond_support"][later])),
+        "below_threshold": digits(_of_known(np.mean, columns["cond_support"][later], lambda cond: cond < THRESHOLD)),
+        "rank_last": digits(median(columns["rank"][-len(steps) // 10 :])),
         "switched": _count(steps, "switched"),
         "gauged": _count(steps, "gauged"),
         "failures": sum(record["failures"] or 0 for record in steps),
         "fallbacks": _count(steps, "fallbacks"),
         **_shares(steps, config["method"]),
-        "seconds": _digits(statistics.median(record["seconds"] / record["steps"] for record in times)),
+        "seconds": digits(statistics.median(record["seconds"] / record["steps"] for record in times)),
     }
     if config["method"] == "bn":
         line |= dict.fromkeys(("largest_cond_support", "below_threshold"), "")
@@ -96,18 +99,28 @@ def _curve(method: str, runs: list[dict[str, np.ndarray]]) -> Iterable[Record]:
     for start in range(0, min(len(run["cond"]) for run in runs) - BIN + 1, BIN):
         point: Record = {"method": method, "step": start + BIN // 2}
         for name in ("cond_support", "cond"):
-            values = [_median(run[name][start : start + BIN]) for run in runs]
+            values = [median(run[name][start : start + BIN]) for run in runs]
             point |= {
-                name: _digits(statistics.median(values)),
-                f"{name}_low": _digits(min(values)),
-                f"{name}_high": _digits(max(values)),
+                name: digits(statistics.median(values)),
+                f"{name}_low": digits(min(values)),
+                f"{name}_high": digits(max(values)),
             }
         yield point
 
 
-def _median(values: np.ndarray) -> float:
+def _of_known(
+    statistic: Callable[[np.ndarray], float],
+    values: np.ndarray,
+    of: Callable[[np.ndarray], np.ndarray] = np.asarray,
+) -> float:
+    """Return a statistic of the values that were recorded."""
     known = values[~np.isnan(values)]
-    return float(np.median(known)) if known.size else math.nan
+    return float(statistic(of(known))) if known.size else math.nan
+
+
+def median(values: np.ndarray) -> float:
+    """Return the median of the values that were recorded."""
+    return _of_known(np.median, values)
 
 
 def _count(steps: list[Record], name: str) -> int | str:
@@ -127,9 +140,9 @@ def _shares(steps: list[Record], method: str) -> Record:
     free = [record.get("fallbacks", 1) == 0 for record in steps]
     nowhere = [is_free and not record.get("gauged") for is_free, record in zip(free, steps, strict=True)]
     return {
-        "whitened_by_products": "" if method == "bn" else _digits(statistics.mean(free)),
-        "without_decomposition": "" if method == "bn" else _digits(statistics.mean(nowhere)),
-        "at_most_threshold": _digits(statistics.mean(cond <= THRESHOLD for cond in known)) if known else "",
+        "whitened_by_products": "" if method == "bn" else digits(statistics.mean(free)),
+        "without_decomposition": "" if method == "bn" else digits(statistics.mean(nowhere)),
+        "at_most_threshold": digits(statistics.mean(cond <= THRESHOLD for cond in known)) if known else "",
     }
 
 
@@ -137,7 +150,8 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
+    """Return a number as it is written to a file; nothing where there is none."""
     return "" if math.isnan(value) else f"{value:.5g}"
 
 

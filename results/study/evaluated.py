@@ -34,19 +34,33 @@ EVALUATED = (
 
 @torch.no_grad()
 def errors(config: Config, data: Data, folder: Path) -> dict[str, float]:
-    model, _ = network(config, data, sync=False)
-    with RunFolder(folder) as run:
-        model.load_state_dict(run.load_checkpoint()["model"])
-    found = {"running": _error(model.eval(), data)}
+    model = trained(config, data, folder)
+    found = {"running": error(model, data)}
     model.bn1.train()
-    found["batch"] = _error(model, data)
-    batches = itertools.islice(data.train_batches(1, 0, Part(), CPU), 100)
-    renew_statistics(nn.Sequential(model.conv1, model.bn1), batches)
-    found["weight at rest"] = _error(model.eval(), data)
+    found["batch"] = error(model, data)
+    renew(model, data)
+    found["weight at rest"] = error(model, data)
     return found
 
 
-def _error(model: nn.Module, data: Data) -> float:
+def trained(config: Config, data: Data, folder: Path) -> nn.Module:
+    """Return the network of a run as it is at the end, for evaluation."""
+    model, _ = network(config, data, sync=False)
+    with RunFolder(folder) as run:
+        model.load_state_dict(run.load_checkpoint()["model"])
+    return model.eval()
+
+
+@torch.no_grad()
+def renew(model: nn.Module, data: Data) -> None:
+    """Recompute the running statistics of the stem over 100 batches, with the weight as it is."""
+    batches = itertools.islice(data.train_batches(1, 0, Part(), CPU), 100)
+    renew_statistics(nn.Sequential(model.conv1, model.bn1), batches)
+    model.eval()
+
+
+@torch.no_grad()
+def error(model: nn.Module, data: Data) -> float:
     wrong = [model(x).argmax(1) != y for x, y in data.val_batches(Part(), CPU)]
     return round(100 * torch.cat(wrong).double().mean().item(), 2)
 

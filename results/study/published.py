@@ -1,0 +1,79 @@
+"""What is kept of the runs in the paper's own configuration (plan.md).
+
+    python results/study/published.py CIFAR_DIR RUNS
+
+Adds a line to published.csv for each finished run of an experiment whose name begins with "published", and its condition
+numbers over the steps to published_curves.csv. Each network is tested once more, with the statistics of its stem
+recomputed after the training. Runs that are in the files already are left alone, so the sweep may be done in several
+sittings and on several machines.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from collect import digits, median, summary
+from evaluated import error, renew, trained
+from records import HERE, Record, read_text, write
+
+from orthocond.lab.config import changed
+from orthocond.lab.data import load_data
+from orthocond.lab.report.folders import method_order
+from orthocond.lab.runs import read_config, read_status
+
+PREFIX = "published"
+BIN = 100
+MEASURES = ("cond_eps", "cond_floor", "cond_support")
+
+
+def collect(data_folder: str, runs: Path) -> None:
+    torch.set_num_threads(1)
+    lines, curves = _committed("published"), _committed("published_curves")
+    known = {_key(line) for line in lines}
+    for folder in sorted(runs.glob(f"{PREFIX}*/*/seed-*")):
+        config = changed(read_config(folder), {"data": data_folder})
+        about = {"experiment": folder.parts[-3], "method": config.method, "seed": config.seed}
+        if _key(about) in known or read_status(folder)["state"] != "finished":
+            continue
+        line, columns = summary(folder, {"method": config.method, "seed": config.seed})
+        data = load_data(config)
+        model = trained(config, data, folder)
+        running = error(model, data)
+        renew(model, data)
+        lines.append({**about, **line, "evaluated": running, "renewed": error(model, data)})
+        curves += [{**about, **point} for point in _curve(columns)]
+        print(lines[-1], flush=True)
+        write("published", sorted(lines, key=_place))
+        write("published_curves", sorted(curves, key=_place))
+
+
+def _curve(columns: dict[str, np.ndarray]) -> list[Record]:
+    starts = range(0, len(columns["cond"]), BIN)
+    return [
+        {"step": start + BIN // 2, **{name: digits(median(columns[name][start : start + BIN])) for name in MEASURES}}
+        for start in starts
+    ]
+
+
+def _committed(name: str) -> list[Record]:
+    return read_text(name) if (HERE / f"{name}.csv").exists() else []
+
+
+def _key(line: Record) -> tuple[str, str, str]:
+    return line["experiment"], line["method"], str(line["seed"])
+
+
+def _place(line: Record) -> tuple[str, tuple[int, str], int, int]:
+    return (
+        line["experiment"],
+        method_order(line["method"]),
+        int(line["seed"]),
+        int(line["step"]) if "step" in line else 0,
+    )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    collect(sys.argv[1], Path(sys.argv[2]))
