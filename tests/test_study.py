@@ -52,6 +52,8 @@ def test_pictures_are_drawn_from_the_committed_files(tmp_path):
         (charts.draw_treated, "curves"),
         (charts.draw_errors, "runs"),
         (charts.draw_spectrum, "spectrum"),
+        (charts.draw_published, "published_curves"),
+        (charts.draw_published_errors, "published"),
     ):
         file = tmp_path / f"{draw.__name__}.png"
         draw(records.read(name), file)

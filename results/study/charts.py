@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from records import THRESHOLD, Group, Record, groups
+from records import THRESHOLD, Group, Record, grouped, groups
 
 from orthocond.linalg import SOLVERS
 
@@ -18,9 +18,13 @@ COLOURS = {
     "svd+ow": "#d55e00",
     "svd+ol": "#000000",
     "svd+gauge": "#009e73",
+    "svd+nog+ow": "#f0e442",
+    "svd+nog+ow+olr": "#8c564b",
+    "bn": "#555555",
 }
 """Of the methods in pictures."""
-
+TREATED = ("svd", "svd+sn", "svd+olr", "newton_schulz", "svd+nog", "svd+ow", "svd+ol", "svd+gauge")
+"""The methods whose condition numbers are drawn for both stems."""
 
 KEPT, DROPPED = (SOLVERS["products"].options[name] for name in ("kept", "dropped"))
 
@@ -44,11 +48,33 @@ def draw_treated(curves: list[Record], file: Path) -> None:
     """Draw the raw condition number of each treatment."""
     figure, axes = _stems()
     for axis, experiment in zip(axes, STEMS, strict=True):
-        for method in COLOURS:
+        for method in TREATED:
             _line(axis, curves, experiment, method, "cond")
     axes[0].set_ylabel("condition number, median of the seeds")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
     figure.savefig(file, dpi=110, metadata={"Software": None})
+
+
+def draw_published(curves: list[Record], file: Path) -> None:
+    """Draw the condition numbers of the paper's own configuration, geometric means over the seeds."""
+    measures = {"cond_eps": "with eps = 0.01", "cond_floor": "eigenvalues raised to 2.2e-16"}
+    figure, axes = _pyplot().subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, (name, title) in zip(axes, measures.items(), strict=True):
+        for group in groups(curves, "published"):
+            by_step = grouped(group.runs, "step")
+            steps = sorted(by_step, key=lambda step: float(step[0]))
+            means = [statistics.geometric_mean(point[name] for point in by_step[step]) for step in steps]
+            axis.plot([float(step) for (step,) in steps], means, color=COLOURS[group.method], label=group.method)
+        axis.set(yscale="log", title=title, xlabel="step")
+    axes[0].set_ylabel("condition number")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center")
+    figure.savefig(file, dpi=110, metadata={"Software": None})
+
+
+def draw_published_errors(runs: list[Record], file: Path) -> None:
+    """Draw the errors of all seeds in the paper's own configuration."""
+    statistics_of = {"error": "running statistics", "renewed": "statistics renewed after the training"}
+    _draw_errors({title: (groups(runs, "published"), name) for name, title in statistics_of.items()}, file)
 
 
 def draw_spectrum(spectra: list[Record], file: Path) -> None:
@@ -82,13 +108,16 @@ def _line(axis: Any, curves: list[Record], experiment: str, method: str, name: s
 
 
 def draw_errors(runs: list[Record], file: Path) -> None:
-    """Draw the errors of all seeds."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.6), sharey=True, layout="constrained")
-    names = [group.method for group in groups(runs, "stem16")][::-1]
-    for axis, (experiment, title) in zip(axes, STEMS.items(), strict=True):
-        for place, name in enumerate(names):
-            errors = Group(runs, experiment, name).values("error")
+    """Draw the errors of all seeds on both stems."""
+    _draw_errors({title: (groups(runs, experiment), "error") for experiment, title in STEMS.items()}, file)
+
+
+def _draw_errors(panels: dict[str, tuple[list[Group], str]], file: Path) -> None:
+    figure, axes = _pyplot().subplots(1, 2, figsize=(10, 4.6), sharey=True, layout="constrained")
+    for axis, (title, (found, value)) in zip(axes, panels.items(), strict=True):
+        names = [group.method for group in found][::-1]
+        for place, group in enumerate(found[::-1]):
+            errors = group.values(value)
             axis.plot(errors, [place] * len(errors), "o", color="#56b4e9", markersize=5)
             axis.plot([statistics.mean(errors)], [place], "|", color="black", markersize=16)
         axis.set(title=title, xlabel="error in percent, one dot a seed, the bar their mean")

@@ -4,12 +4,12 @@ A table in a page stands between `<!-- table NAME -->` and `<!-- end -->`, and i
 written by hand.
 """
 
-from charts import draw_errors, draw_gauged, draw_spectrum, draw_treated
+from charts import draw_errors, draw_gauged, draw_published, draw_published_errors, draw_spectrum, draw_treated
 from records import HERE, read
 from tables import with_tables
 
 DOCS = HERE.parents[1] / "docs"
-PAGES = ("results.md", "gauge.md")
+PAGES = ("results.md", "study.md", "gauge.md")
 
 
 def publish() -> None:
@@ -19,6 +19,8 @@ def publish() -> None:
     draw_gauged(curves, DOCS / "gauge.png")
     draw_treated(curves, DOCS / "conditions.png")
     draw_errors(runs, DOCS / "results.png")
+    draw_published(read("published_curves"), DOCS / "published_conditions.png")
+    draw_published_errors(read("published"), DOCS / "published.png")
     draw_spectrum(read("spectrum"), DOCS / "spectrum.png")
 
 

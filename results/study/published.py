@@ -2,10 +2,10 @@
 
     python results/study/published.py CIFAR_DIR RUNS
 
-Adds a line to published.csv for each finished run of an experiment whose name begins with "published", and its condition
-numbers over the steps to published_curves.csv. Each network is tested once more, with the statistics of its stem
-recomputed after the training. Runs that are in the files already are left alone, so the sweep may be done in several
-sittings and on several machines.
+Adds a line to published.csv for each finished run of an experiment whose name begins with "published", and its
+condition numbers over the steps to published_curves.csv. Each network is tested once more, with the statistics of its
+stem recomputed after the training. Runs that are in the files already are left alone, so the sweep may be done in
+several sittings and on several machines.
 """
 
 import sys
@@ -65,12 +65,7 @@ def _key(line: Record) -> tuple[str, str, str]:
 
 
 def _place(line: Record) -> tuple[str, tuple[int, str], int, int]:
-    return (
-        line["experiment"],
-        method_order(line["method"]),
-        int(line["seed"]),
-        int(line["step"]) if "step" in line else 0,
-    )
+    return line["experiment"], method_order(line["method"]), int(line["seed"]), int(line.get("step", 0))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,10 @@ class Group:
 
     @property
     def error(self) -> str:
-        return text.mean_std(Estimate.of(self.values("error")))
+        return self.mean_std("error")
+
+    def mean_std(self, name: str) -> str:
+        return text.mean_std(Estimate.of(self.values(name)))
 
     def condition(self, name: str) -> str:
         """The geometric mean over the seeds of each run's median."""

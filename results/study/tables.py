@@ -50,11 +50,11 @@ def with_tables(page: str, runs: list[Record]) -> str:
     )
 
 
-def compared(found: list[Group], control: str = "svd") -> Iterable[tuple[Group, str, str]]:
+def compared(found: list[Group], control: str = "svd", name: str = "error") -> Iterable[tuple[Group, str, str]]:
     """Yield each method with its difference to another one, and what the noise of the seeds makes of it."""
-    errors = next(group for group in found if group.method == control).by_seed("error")
+    errors = next(group for group in found if group.method == control).by_seed(name)
     differences = [
-        None if group.method == control else paired_difference(group.by_seed("error"), errors) for group in found
+        None if group.method == control else paired_difference(group.by_seed(name), errors) for group in found
     ]
     corrected = holm([math.nan if difference is None else difference.p for difference in differences])
     for group, difference, p in zip(found, differences, corrected, strict=True):
@@ -76,6 +76,32 @@ def sweep_table(runs: list[Record], experiment: str) -> Table:
         )
     header = ["method", "error %", "difference to svd", "seeds' noise", "cond", "on the support", "with eps"]
     return [*header, "rank", "failures"], rows
+
+
+def published_table(experiment: str) -> Table:
+    """Return errors with the running statistics and with renewed ones, training loss and condition numbers."""
+    found = groups(read("published"), experiment)
+    curves = groups(read("published_curves"), experiment)
+    rows = []
+    for (group, *running), (_, *renewed), curve in zip(
+        compared(found), compared(found, name="renewed"), curves, strict=True
+    ):
+        rows.append(
+            [
+                group.method,
+                str(len(group.runs)),
+                group.error,
+                *running,
+                group.mean_std("renewed"),
+                *renewed,
+                group.mean("loss_4", "{:.3f}"),
+                group.condition("cond_eps"),
+                curve.condition("cond_floor"),
+            ]
+        )
+    told = ["difference to svd", "seeds' noise"]
+    header = ["method", "seeds", "error %, running statistics", *told, "renewed statistics", *told]
+    return [*header, "training loss at the end", "cond with eps", "cond with the floor"], rows
 
 
 def gauge_table(runs: list[Record], experiment: str) -> Table:
@@ -279,6 +305,8 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
     "failures": failures_table,
     "turning": turning_table,
     "evaluated": evaluated_table,
+    "published": lambda _: published_table("published"),
+    "published-defaults": lambda _: published_table("published-defaults"),
 }
 
 
