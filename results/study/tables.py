@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from records import CONDITIONS, QUARTERS, Group, Record, grouped, groups, read
 
 from orthocond.lab.report import text
+from orthocond.lab.report.folders import method_order
 from orthocond.lab.report.rows import Estimate, verdict_of
 from orthocond.lab.report.statistics import Difference, holm, paired_difference
 
@@ -36,6 +37,15 @@ PRODUCTS = {
 """Experiments with whitening by products alone."""
 STATISTICS = {"running": "error %, running statistics", "weight at rest": "after the training", "batch": "each batch's"}
 """What the whitening layer was tested with."""
+
+SUMMARY = {
+    "the paper's configuration": ("published", "error"),
+    "the same, renewed statistics": ("published", "renewed"),
+    "our defaults, 3,000 steps": ("published-defaults", "error"),
+    "our defaults, 1,000 steps": ("stem64", "error"),
+    "16 channels, 1,000 steps": ("stem16", "error"),
+}
+"""Settings of the summary: the experiment, and the error that is compared."""
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -102,6 +112,26 @@ def published_table(experiment: str) -> Table:
     told = ["difference to svd", "seeds' noise"]
     header = ["method", "seeds", "error %, running statistics", *told, "renewed statistics", *told]
     return [*header, "training loss at the end", "cond with eps", "cond with the floor"], rows
+
+
+def summary_table(runs: list[Record]) -> Table:
+    """Return the difference of each method to svd, in every setting in which both were run."""
+    published = read("published")
+    columns = {title: (published if name.startswith("published") else runs, name, value)
+               for title, (name, value) in SUMMARY.items()}  # fmt: skip
+    differences: dict[str, dict[str, str]] = {}
+    for title, (records, experiment, value) in columns.items():
+        found = groups(records, experiment)
+        for group, difference, verdict in compared(found, name=value) if found else ():
+            mark = {"beyond": "**", "borderline": "*"}.get(verdict, "")
+            cell = f"{group.mean_std(value)} ({len(group.runs)})" if group.method == "svd" else difference
+            differences.setdefault(group.method, {})[title] = f"{mark}{cell}{mark}"
+    rows = [
+        [method, *(differences[method].get(title, "") for title in SUMMARY)]
+        for method in sorted(differences, key=method_order)
+        if len(differences[method]) > 1
+    ]
+    return ["method", *SUMMARY], sorted(rows, key=lambda row: row[0] != "svd")
 
 
 def gauge_table(runs: list[Record], experiment: str) -> Table:
@@ -305,6 +335,7 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
     "failures": failures_table,
     "turning": turning_table,
     "evaluated": evaluated_table,
+    "summary": summary_table,
     "published": lambda _: published_table("published"),
     "published-defaults": lambda _: published_table("published-defaults"),
 }
@@ -312,7 +343,7 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
 
 def _markdown(header: list[str], rows: list[list[str]]) -> str:
     figures = [
-        [cell.replace(" ", "\N{NO-BREAK SPACE}") if cell[:1] in "+-0123456789" else cell for cell in row]
+        [cell.replace(" ", "\N{NO-BREAK SPACE}") if cell.strip("*")[:1] in "+-0123456789" else cell for cell in row]
         for row in rows
     ]
     lines = [header, ["---"] * len(header), *figures]

@@ -71,6 +71,8 @@ def test_the_default_folder_is_named_by_what_is_run(tmp_path, monkeypatch, comma
         (["dbn-digits", "--config", "/nowhere.toml"], "can't read the configuration /nowhere.toml"),
         (["dbn-digits", "--config", "bad.toml"], "unknown setting 'learning_rat'.*Did you mean 'learning_rate'"),
         (["dbn-digits", "--out", "/proc/none/run"], "can't write to /proc/none/run"),
+        (["dbn-digits", "--monitor-exact", "5"], "monitor_exact is for methods with products"),
+        (["dbn-digits", "--monitor-exact", "5", "--monitor", "none"], "monitor_exact has no effect with monitor=none"),
         (["dbn-digits", "--accelerator", "cuda"], "can't use accelerator cuda"),
     ],
 )

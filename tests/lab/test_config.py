@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from orthocond.errors import ArgumentError
-from orthocond.lab.config import Config, changed, flags, from_json, from_settings, from_toml
+from orthocond.lab.config import Config, changed, check_effect, flags, from_json, from_settings, from_toml
 from orthocond.lab.data import load_data
 from orthocond.lab.methods import ALL, PAPER, method, method_list
 from orthocond.lab.network import network
@@ -92,6 +92,13 @@ def test_a_toml_file_and_flags_give_the_same(tmp_path):
 def test_what_is_wrong_is_said_in_a_sentence(settings, message):
     with pytest.raises(ArgumentError, match=message):
         changed(preset("dbn-digits"), settings)
+
+
+def test_a_request_without_effect_on_any_run_is_refused():
+    exact = [changed(preset("dbn-digits"), {"method": name, "monitor_exact": 5}) for name in ("svd", "products")]
+    check_effect(exact)
+    with pytest.raises(ArgumentError, match="leave it out"):
+        check_effect(exact[:1])
 
 
 def test_files_that_are_no_configuration(tmp_path):

@@ -32,7 +32,7 @@ from orthocond.lab.compare import (
     summary,
 )
 from orthocond.lab.conditions import CONDITIONS, measure_of
-from orthocond.lab.config import Config, changed, from_toml
+from orthocond.lab.config import Config, changed, check_effect, from_toml
 from orthocond.lab.data import load_data
 from orthocond.lab.display import Display, LiveDisplay, PlainDisplay
 from orthocond.lab.methods import ALL, PAPER, method, method_list
@@ -142,6 +142,7 @@ def train_command(
     stored = stored_config(folder) if resume or restart else None
     if stored is not None:
         chosen = changed(dataclasses.replace(stored, preset=chosen.preset), given)
+    check_effect([chosen])
     outcome = train(chosen, folder, resume=resume, restart=restart, display=display())
     if not is_first_process():
         return
@@ -189,6 +190,7 @@ def compare_command(
         out or Path("runs") / chosen.preset,
         _shard(shard),
     )
+    check_effect(run.config for run in runs)
     if engine == "ray" and (chosen.nodes > 1 or chosen.devices != "1"):
         raise ArgumentError("a run on a Ray cluster has one device; leave out --devices and --nodes.")
     if not runs:

@@ -5,7 +5,7 @@ import json
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ __all__ = [
     "SCHEDULES",
     "Config",
     "changed",
+    "check_effect",
     "difference",
     "flags",
     "from_json",
@@ -151,6 +152,8 @@ class Config:
             value = getattr(self, name)
             if value is not None and not least <= value < float("inf"):
                 raise ArgumentError(f"{name} must be at least {least}, got {value}.")
+        if self.monitor_exact is not None and self.monitor == "none":
+            raise ArgumentError("monitor_exact has no effect with monitor=none, which watches nothing; leave one out.")
         if self.pre_svd_rate is not None and self.method == "bn":
             raise ArgumentError(
                 "pre_svd_rate is for the layer in front of the meta-layer, and bn has none; leave it out."
@@ -172,6 +175,17 @@ class Config:
     def to_json(self) -> str:
         """Return the configuration as text, a line for each setting."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+
+def check_effect(configs: Iterable[Config]) -> None:
+    """Check that what was asked for has an effect on at least one of the runs.
+
+    Raises:
+        ArgumentError: exact condition numbers are wanted, and no run has estimates.
+    """
+    solvers = {method(config.method, config.parts).solver for config in configs if config.monitor_exact is not None}
+    if solvers and "products" not in solvers:
+        raise ArgumentError("monitor_exact is for methods with products; the others are exact anyway, leave it out.")
 
 
 PLACE = frozenset(field.name for field in dataclasses.fields(Config) if field.metadata.get("place"))

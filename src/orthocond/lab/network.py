@@ -54,6 +54,7 @@ def network(config: Config, data: Data, *, sync: bool) -> tuple[nn.Module, Treat
 def pre_svd_layer(model: nn.Module, data: Data) -> nn.Module:
     """Return the layer whose output the network's meta-layer decomposes."""
     (name,) = find_pre_svd(model, _example(data)).values()
+    assert isinstance(name, str)  # in none of the laboratory's networks several layers are joined in front of it
     return model.get_submodule(name)
 
 
