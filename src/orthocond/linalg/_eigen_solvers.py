@@ -105,8 +105,8 @@ def _function(A: Tensor, call: _Call) -> tuple[Tensor, tuple[Tensor | None, ...]
     """
     function, eps, rtol, floor = call.function, call.eps, call.rtol, call.floor
     entry, options = spectral_function(function)
-    is_one = A.ndim == 2
-    matrix = A if is_one else A.view(A.shape[-2:])
+    is_one, n = A.ndim == 2, A.shape[-1]
+    matrix = A if is_one else A.view(n, n)
     wide, asymmetry = (matrix.double(), None) if torch.equal(matrix, matrix.mT) else wide_symmetric(matrix)
     eigenvalues, U, smallest, largest = decompose_one(
         wide, asymmetry=asymmetry, noise=_NOISE, semidefinite=not entry.whole_line
@@ -157,23 +157,25 @@ class _Function(torch.autograd.Function):
             U = B if s is None or function == SQRT else B * s.neg().sqrt()
             options = (function, call.eps, call.rtol, call.floor)
             return narrow(derivative(A, G, eigenvalues.expand(A.shape[:-1]), U.expand(A.shape), *options), A), None
-        wide = G.double() if G.ndim == 2 else G.view(G.shape[-2:]).double()
-        D = None if s is None else s.unsqueeze(-1) + s
-        entry, options = spectral_function(function)
-        if s is None and kept is None and entry.factors is not None:
-            factors = entry.factors(points, *options)
+        is_one, n = G.ndim == 2, G.shape[-1]
+        D = None
+        if s is not None:
+            D = s.unsqueeze(-1) + s
+        elif kept is None:
+            entry, options = spectral_function(function)
+            factors = entry.factors(points, *options) if entry.factors is not None else None
             if factors is not None:
                 b, D = factors
                 B = B * b
         transposed = B.mT
-        inner = transposed.mm(wide).mm(B)
+        inner = transposed.mm((G if is_one else G.view(n, n)).double()).mm(B)
         if D is None:
             inner.mul_(first_differences(Split(eigenvalues, points, kept, cutoff), function))
         else:
             inner.div_(D)
         to_A = B.mm(inner).mm(transposed)
         to_A = to_A.lerp(to_A.mT, 0.5).float()
-        return finite(to_A if A.ndim == 2 else to_A.view_as(A)), None
+        return finite(to_A if is_one else to_A.view_as(A)), None
 
 
 EIGEN_SOLVERS = (

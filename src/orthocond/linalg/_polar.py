@@ -11,7 +11,7 @@ from orthocond._core.applying import applied, with_forward_mode
 from orthocond._core.overriding import overridable
 from orthocond._core.precision import at_least_float32, autocast_off, lift, narrow, real_dtype, widen
 from orthocond._core.registry import Entry, frozen, resolve
-from orthocond.errors import ArgumentError, check_matrix, check_nonnegative
+from orthocond.errors import ArgumentError, NonFiniteError, check_matrix, check_nonnegative
 from orthocond.linalg._counts import count_failure
 from orthocond.linalg._decompose import check_finite, decompose, decompose_one, svd
 from orthocond.linalg._eigen import Context, eigen_vjp, product
@@ -149,9 +149,14 @@ def _inverse_root_and_slope(A: Tensor, direction: Tensor, rtol: float) -> tuple[
 
 def _polar(A: Tensor, solver: str, rtol: float, options: list[float]) -> Tensor:
     entry = POLAR_SOLVERS[solver]
-    if not A.is_meta:
+    if not A.is_meta and not (solver == "gram" and _is_one(A)):  # there, the decomposition looks at it
         check_finite(A)
-    return entry.solve(A, rtol, *options).to(A)
+    return entry.solve(A, rtol, *options).to(A.dtype)
+
+
+def _is_one(A: Tensor) -> bool:
+    """Return whether it is one real matrix on the CPU, for which there are fewer calls: small matrices notice."""
+    return A.ndim == 2 and A.is_cpu and not A.is_complex()
 
 
 @torch.library.custom_op("orthocond::polar", mutates_args=())
@@ -171,8 +176,12 @@ def _by_gram(A: Tensor, rtol: float) -> Tensor:
     # Below the first bound an eigenvalue is too small to be accurate, below the second so small that the Gram matrix
     # can't tell whether it is to be kept.
     uncertain, noise = unit / _GRAM_TOLERANCE[real_dtype(A.dtype)], A.shape[-2] * unit
-    if A.ndim == 2 and A.is_cpu and not A.is_complex():  # in fewer calls, which small matrices notice
-        eigenvalues, U, lowest, highest = decompose_one(wide.mm(wide.mT))
+    if _is_one(A):
+        try:
+            eigenvalues, U, lowest, highest = decompose_one(wide.mm(wide.mT))
+        except NonFiniteError:
+            check_finite(A)  # says where
+            raise
         if lowest > max(rtol**2, uncertain, noise) * highest:
             return (U * eigenvalues.rsqrt()).mm(U.mT).mm(wide)
     else:
