@@ -84,12 +84,13 @@ def decompose_one(
 
     It is for one real matrix ``(n, n)`` on the CPU, in code that is not compiled.
     """
-    of_A = A.mv(probe(A.shape[-1], A.dtype, A.device).x).tolist()
+    known = probe(A.shape[-1], A.dtype, A.device)
+    of_A = A.mv(known.x).tolist()
     if not math.isfinite(sum(of_A)):  # MKL would print complaints
         check_finite(A)
     try:
         eigenvalues, U = torch.linalg.eigh(A)
-        values = verified_one(of_A, eigenvalues, U)
+        values = verified_one(known, of_A, eigenvalues, U)
         if values is None:
             raise LinAlgError
     except LinAlgError:

@@ -16,14 +16,11 @@ times over. The products ``U^T G U`` stay in float64, because what they lose the
 """
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from orthocond._core import private
-from orthocond._core.applying import is_plain
+from orthocond._core.applying import is_ordinary
 from orthocond._core.precision import finite, narrow
 from orthocond.linalg._decompose import decompose_one
 from orthocond.linalg._differences import SMALLEST, Split, first_differences, split
@@ -59,8 +56,6 @@ def by_eigenvalues(
     """
     if not _is_usual(A, functions, method, gradient):
         return eigen_functions(A, functions, method=method, gradient=gradient, eps=eps, rtol=rtol, floor=floor)
-    assert private.unwrap_dead_wrappers is not None
-    (A,) = private.unwrap_dead_wrappers((A,))
     call = _Call(functions[0], eps, rtol, floor)
     if A.requires_grad and torch.is_grad_enabled():
         result = super(torch.autograd.Function, _Function).apply(A, call)  # the C code that `applied` calls, too
@@ -80,11 +75,7 @@ def _is_usual(A: Tensor, functions: tuple[Chosen, ...], method: str, gradient: s
         and not is_clamped(functions[0])
         and method == "eigh"
         and gradient == "exact"
-        and type(A) in (Tensor, Parameter)
-        and is_plain()
-        and not private.forward_mode_is_on()
-        and private.unwrap_dead_wrappers is not None
-        and not torch.is_autocast_enabled("cpu")
+        and is_ordinary(A)
     )
 
 
@@ -134,7 +125,7 @@ def _function(A: Tensor, call: _Call) -> tuple[Tensor, tuple[Tensor | None, ...]
         result = (U * (f if kept is None else f * kept)).mm(U.mT)
     # A view before it is narrowed is none after it, and can be changed in place.
     result = result.float() if is_one else result.view_as(A).float()
-    call.eigenvalues = eigenvalues if is_one else eigenvalues.view(A.shape[:-1])
+    call.eigenvalues = eigenvalues if is_one else eigenvalues.view(*A.shape[:-1])  # numbers are read faster
     return result if fits else finite(result), (A, eigenvalues, U, s, points, kept, cutoff)
 
 

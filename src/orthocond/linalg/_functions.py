@@ -142,7 +142,8 @@ def _inv_sqrt_second(l: Tensor, G: Tensor, H: Tensor) -> Tensor:
 
 
 def _power(l: Tensor, exponent: float) -> Tensor:
-    return l.pow(exponent).clamp_(max=_HUGE)
+    power = l.pow(exponent)
+    return power if abs(exponent) <= 0.75 else power.clamp_(max=_HUGE)  # below that no power of float64 is as large
 
 
 def _half_log_gaps(l: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthocond._core.applying import applied, with_forward_mode
+from orthocond._core.applying import applied, is_ordinary, with_forward_mode
 from orthocond._core.overriding import overridable
 from orthocond._core.precision import at_least_float32, autocast_off, lift, narrow, real_dtype, widen
 from orthocond._core.registry import Entry, frozen, resolve
@@ -83,12 +83,15 @@ def nearest_orthogonal(A: Tensor, *, solver: str = "gram", rtol: float | None = 
         return A.clone()
     dtype = at_least_float32(A.dtype)
     rtol = max(A.shape[-2:]) * torch.finfo(dtype).eps if rtol is None else rtol
+    wide = A if A.shape[-2] <= A.shape[-1] else A.mT
+    if solver == "gram" and A.dtype is torch.float32 and _is_one(A) and _is_constant(A):  # the same, for less
+        R = _by_gram(wide, rtol).float()
+        return R if wide is A else R.mT
     with autocast_off(A.device):
-        wide = A if A.shape[-2] <= A.shape[-1] else A.mT
         # The scale does not matter. In float64, where the rank is found, no product of float32 numbers overflows.
         scale = None if entry.has_rank and real_dtype(dtype) == torch.float32 else power_of_two_scale(wide)
         R = narrow(applied(_Polar, lift(wide, scale), entry.name, rtol, tuple(options.items())), A)
-    return R if A.shape[-2] <= A.shape[-1] else R.mT
+    return R if wide is A else R.mT
 
 
 def power_of_two_scale(A: Tensor) -> Tensor:
@@ -152,6 +155,11 @@ def _polar(A: Tensor, solver: str, rtol: float, options: list[float]) -> Tensor:
     if not A.is_meta and not (solver == "gram" and _is_one(A)):  # there, the decomposition looks at it
         check_finite(A)
     return entry.solve(A, rtol, *options).to(A.dtype)
+
+
+def _is_constant(A: Tensor) -> bool:
+    """Return whether no derivative can be asked for, and nothing looks on."""
+    return not (A.requires_grad and torch.is_grad_enabled()) and is_ordinary(A)
 
 
 def _is_one(A: Tensor) -> bool:

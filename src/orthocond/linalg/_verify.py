@@ -62,8 +62,9 @@ def verified_eigen(A: Tensor, eigenvalues: Tensor, U: Tensor, asymmetry: Tensor 
         return Verdict(None, 0.0, 0.0)
     if A.numel() == n * n and A.is_cpu and not A.is_complex():
         matrix = A.view(n, n)
-        of_A = matrix.mv(probe(n, A.dtype, A.device).x).tolist()
-        values = verified_one(of_A, eigenvalues.view(n), U.flatten(0, -3).squeeze(0) if U.ndim > 2 else U)
+        known = probe(n, A.dtype, A.device)
+        product = matrix.mv(known.x).tolist()
+        values = verified_one(known, product, eigenvalues.view(n), U.flatten(0, -3).squeeze(0) if U.ndim > 2 else U)
         asymmetric = 0.0 if asymmetry is None else asymmetry.item()
         if values is None:
             return Verdict(torch.ones(1, dtype=torch.bool), 0.0, asymmetric)
@@ -88,12 +89,12 @@ def verified_eigen(A: Tensor, eigenvalues: Tensor, U: Tensor, asymmetry: Tensor 
     return Verdict(None if all_right else ~right, lowest, asymmetric)
 
 
-def verified_one(of_A: list[float], eigenvalues: Tensor, U: Tensor) -> list[float] | None:
+def verified_one(known: Probe, of_A: list[float], eigenvalues: Tensor, U: Tensor) -> list[float] | None:
     """Check the decomposition of one real matrix ``(n, n)`` on the CPU by its product ``of_A`` with the probe.
 
     Its numbers are at hand, and they are compared faster than tensors. Returns the eigenvalues if all is right.
     """
-    x, entries, bound, tiny = probe(len(of_A), U.dtype, U.device)
+    x, entries, bound, tiny = known
     values: list[float] = eigenvalues.tolist()
     y = U.mT.mv(x)
     is_right = (
