@@ -8,7 +8,8 @@ inverse root, the derivative is
 
     B ((B^T G B)_ij / (s_i + s_j)) B^T
 
-with a minus sign for the inverse root.
+with a minus sign for the inverse root. Logarithms and powers have the same form, with ``B = U diag(b)`` and a
+denominator ``D_ij`` of their own: the factors of their divided differences in `_functions.py`.
 
 In larger matrices the products count. Those that turn a result back, ``U diag(f) U^T`` and ``U M U^T``, are taken in
 float32: ``U`` keeps the norm, so that nothing cancels, and the error is that of the rounding of the result, a few
