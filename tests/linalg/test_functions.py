@@ -38,6 +38,21 @@ POINTS = {
 }
 
 
+@pytest.mark.parametrize("exponent", [None, -0.9, -0.25, 0.3, 1.0])
+def test_divided_differences_over_the_range_of_float64(exponent):
+    entry, options = (FUNCTIONS["log"], ()) if exponent is None else (FUNCTIONS["power"], (exponent,))
+    scalar = mpmath.log if exponent is None else lambda x: mpmath.power(x, exponent)
+    l = torch.tensor([1e-140, 1e-100, 1.0, 1.0 + 2e-16, 3.0, 1e100, 1e308], dtype=torch.float64)
+    F = entry.first(l, *options)
+    assert torch.equal(F, F.mT)
+    with mpmath.workdps(50):
+        x = [mpmath.mpf(value) for value in l.tolist()]
+        for i in range(len(x)):
+            for j in range(i):
+                expected = (scalar(x[i]) - scalar(x[j])) / (x[i] - x[j])
+                assert abs(F[i, j].item() - expected) <= 1e-12 * abs(expected) + 1e-300  # below that, digits are lost
+
+
 def by_name(choice, **options):
     """The function of a name, as layers call it."""
     return lambda A: spectral("test", A, (choice,), **options)[0][0]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from orthocond.errors import ArgumentError, DtypeError
+from orthocond.errors import ArgumentError, DtypeError, NonFiniteError
 from orthocond.linalg import POLAR_SOLVERS, nearest_orthogonal
 
 from cases import noise, rotation
@@ -117,6 +117,26 @@ def test_extreme_scales(solver, scale, dtype):
     assert relative_error(R.double() @ R.double().mT, torch.eye(3).double()) < max(1e-5, 10 * torch.finfo(dtype).eps)
     R.backward(100 * torch.ones_like(R))
     assert A.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(64, 27), (27, 64), (1, 1)], ids=str)
+@pytest.mark.parametrize("rtol", [None, 1e-2])
+def test_one_matrix_with_and_without_a_gradient(shape, rtol):
+    A = with_condition(shape, 1e3)
+    found = nearest_orthogonal(A, rtol=rtol)
+    assert torch.equal(found, nearest_orthogonal(A.requires_grad_(), rtol=rtol))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(found, nearest_orthogonal(A, rtol=rtol))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("solver", POLAR_SOLVERS)
+def test_what_is_not_finite_is_counted_in_the_matrix_itself(solver, value, capfd):
+    A = torch.ones(4, 3)
+    A[1, 2] = value
+    with pytest.raises(NonFiniteError, match="1 entries"):
+        nearest_orthogonal(A, solver=solver)
+    assert not capfd.readouterr().err  # MKL's complaints
 
 
 def test_scale_does_not_matter():

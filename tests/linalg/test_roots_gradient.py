@@ -14,6 +14,7 @@ from orthocond.linalg import (
     matrix_sqrth,
     matrix_sqrth_pair,
 )
+from orthocond.linalg._roots import spectral
 
 from cases import BATCHES, SPECTRA, matrices, noise, rotation
 from oracle import relative_error, root_gradient
@@ -245,6 +246,39 @@ def test_pade_as_published_replaces_what_overflows():
     assert found[0, 1] == found[1, 0] == 0.5  # the largest of the others: 1 / (3 - 1)
     assert torch.equal(found[:, 2], torch.tensor([-0.5, -0.5, 0.0], dtype=torch.float64))
     assert kernel(l, clamp=False)[0, 1].isinf()
+
+
+@pytest.mark.parametrize("spectrum", ["spread 1e2", "repeated", "rank-deficient"])
+@pytest.mark.parametrize("choice", ["sqrt", "inv_sqrt", "log", "exp", "power(exponent=-0.25)", "power(exponent=-3)"])
+@pytest.mark.parametrize("batch", [(), (1,), (1, 1)], ids=str)
+def test_one_float32_matrix_as_one_of_many(batch, choice, spectrum):
+    A = matrices(spectrum, 5, (2,), torch.float32)
+    G = noise(2, 5, 5)
+    many = A.clone().requires_grad_()
+    (values,), eigenvalues = spectral("test", many, (choice,))
+    (expected,) = torch.autograd.grad(values, many, G)
+    one = A[0].reshape(*batch, 5, 5).requires_grad_()
+    (value,), own = spectral("test", one, (choice,))
+    assert own.shape == (*batch, 5)
+    assert not own.requires_grad
+    assert torch.allclose(own.flatten(), eigenvalues[0], rtol=1e-10, atol=1e-12 * eigenvalues[0, -1].item())
+    (found,) = torch.autograd.grad(value, one, G[0].reshape(one.shape), retain_graph=True)
+    for mine, theirs in ((value, values[0]), (found, expected[0])):
+        assert torch.allclose(mine.view(5, 5), theirs, rtol=1e-5, atol=1e-6 * theirs.abs().max().item())
+    (again,) = torch.autograd.grad(value, one, G[0].reshape(one.shape), create_graph=True)  # by the general function
+    assert torch.allclose(again, found, rtol=1e-5, atol=1e-6 * found.abs().max().item())
+
+
+@pytest.mark.parametrize("spectrum", ["spread 1e2", "rank-deficient"])
+def test_hooks_see_all_that_one_matrix_keeps(spectrum):
+    A = matrices(spectrum, 5, (), torch.float32).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.clone()) or len(kept) - 1, kept.__getitem__):
+        root = matrix_sqrth(A)
+    assert any(each.dtype == torch.bool for each in kept) == (spectrum == "rank-deficient")  # which ones are dropped
+    (found,) = torch.autograd.grad(root, A, torch.eye(5))
+    (expected,) = torch.autograd.grad(matrix_sqrth(A), A, torch.eye(5))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("n", [16, 300])

@@ -4,13 +4,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from orthocond._core import private
 from orthocond.errors import GradientError
 
-__all__ = ["applied", "changeable", "is_plain", "with_forward_mode"]
+__all__ = ["applied", "changeable", "is_ordinary", "is_plain", "with_forward_mode"]
 
 F = TypeVar("F", bound=type[torch.autograd.Function])
 
@@ -18,6 +18,17 @@ F = TypeVar("F", bound=type[torch.autograd.Function])
 def is_plain() -> bool:
     """Return whether operations just run: no compiler, no tracer and no transform of `torch.func` looks on."""
     return not (torch.compiler.is_compiling() or private.transforms_are_active() or private.is_tracing())
+
+
+def is_ordinary(A: Tensor) -> bool:
+    """Return whether operations on ``A`` just run, in its dtype, and only a backward derivative can be asked for."""
+    return (
+        type(A) in (Tensor, nn.Parameter)
+        and is_plain()
+        and not private.forward_mode_is_on()
+        and not private.is_transformed(A)
+        and not torch.is_autocast_enabled(A.device.type)
+    )
 
 
 def changeable(y: Tensor) -> Tensor:

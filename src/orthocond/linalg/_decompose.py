@@ -18,7 +18,7 @@ from orthocond._core.precision import real_dtype, widen
 from orthocond.errors import NonFiniteError, OrthocondWarning, SolverError
 from orthocond.linalg._counts import count_failure
 from orthocond.linalg._threads import eigh
-from orthocond.linalg._verify import verified_eigen, verified_svd
+from orthocond.linalg._verify import lowest_of, probe, verified_eigen, verified_one, verified_svd
 
 __all__ = [
     "DECOMPOSITIONS",
@@ -69,7 +69,7 @@ def _decompose(
         eigenvalues, eigenvectors = DECOMPOSITIONS[method](A)
     except LinAlgError:
         return retried(A, method)
-    wrong, lowest, asymmetric, _ = verified_eigen(A, eigenvalues, eigenvectors, asymmetry)
+    wrong, lowest, asymmetric = verified_eigen(A, eigenvalues, eigenvectors, asymmetry)
     if wrong is not None:
         return retried(A, method, (eigenvalues, eigenvectors, wrong))
     if asymmetric > noise or (semidefinite and lowest < -noise):
@@ -84,18 +84,23 @@ def decompose_one(
 
     It is for one real matrix ``(n, n)`` on the CPU, in code that is not compiled.
     """
+    known = probe(A.shape[-1], A.dtype, A.device)
+    of_A = A.mv(known.x).tolist()
+    if not math.isfinite(sum(of_A)):  # MKL would print complaints
+        check_finite(A)
     try:
         eigenvalues, U = torch.linalg.eigh(A)
+        values = verified_one(known, of_A, eigenvalues, U)
+        if values is None:
+            raise LinAlgError
     except LinAlgError:
         eigenvalues, U = retried(A, "eigh")
         return eigenvalues, U, eigenvalues[0].item(), eigenvalues[-1].item()
-    wrong, lowest, asymmetric, extremes = verified_eigen(A, eigenvalues, U, asymmetry)
-    if wrong is not None:
-        eigenvalues, U = retried(A, "eigh", (eigenvalues, U, wrong))
-        return eigenvalues, U, eigenvalues[0].item(), eigenvalues[-1].item()
-    if asymmetric > noise or lowest < -noise:
-        warn_of_input(asymmetric, lowest, noise, semidefinite=semidefinite)
-    return eigenvalues, U, *extremes
+    if asymmetry is not None or values[0] < 0:
+        asymmetric, lowest = 0.0 if asymmetry is None else asymmetry.item(), lowest_of(values)
+        if asymmetric > noise or lowest < -noise:
+            warn_of_input(asymmetric, lowest, noise, semidefinite=semidefinite)
+    return eigenvalues, U, values[0], values[-1]
 
 
 @torch.library.custom_op("orthocond::decompose", mutates_args=())

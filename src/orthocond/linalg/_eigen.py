@@ -145,13 +145,16 @@ def _parts(eigenvalues: Tensor, floor: Tensor | None, eps: float, rtol: float | 
 
 
 def fit(dtype: torch.dtype, functions: tuple[Chosen, ...], eps: float, rtol: float | None) -> bool:
-    """Return whether ``dtype`` holds every root, so that none need be looked at; float32 with usual options does.
+    """Return whether ``dtype`` holds every result, so that none need be looked at; float32 with usual options does.
 
+    That is known of logarithms, and of powers between -1/2 and 1/2.
     The smallest number of float32 that isn't zero is 1e-45, so no eigenvalue that is kept is below ``1e-45 * rtol``.
     """
     if dtype != torch.float32 or (rtol or 0.0) + eps <= 1e-25 or eps >= 1e60:
         return False
-    return functions in ROOTS
+    return functions in ROOTS or all(
+        name == "log" or (name == "power" and abs(options[0]) <= 0.5) for name, options in functions
+    )
 
 
 def batched(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:

@@ -8,7 +8,8 @@ inverse root, the derivative is
 
     B ((B^T G B)_ij / (s_i + s_j)) B^T
 
-with a minus sign for the inverse root.
+with a minus sign for the inverse root. Logarithms and powers have the same form, with ``B = U diag(b)`` and a
+denominator ``D_ij`` of their own: the factors of their divided differences in `_functions.py`.
 
 In larger matrices the products count. Those that turn a result back, ``U diag(f) U^T`` and ``U M U^T``, are taken in
 float32: ``U`` keeps the norm, so that nothing cancels, and the error is that of the rounding of the result, a few
@@ -16,17 +17,14 @@ times over. The products ``U^T G U`` stay in float64, because what they lose the
 """
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from orthocond._core import private
-from orthocond._core.applying import is_plain
+from orthocond._core.applying import is_ordinary
 from orthocond._core.precision import finite, narrow
 from orthocond.linalg._decompose import decompose_one
-from orthocond.linalg._differences import SMALLEST, Split, first_differences, split, values
+from orthocond.linalg._differences import SMALLEST, Split, first_differences, split
 from orthocond.linalg._eigen import (
     Context,
     derivative,
@@ -39,6 +37,8 @@ from orthocond.linalg._functions import SQRT, Chosen, is_clamped, spectral_funct
 from orthocond.linalg._solver import Solver
 
 __all__ = ["EIGEN_SOLVERS"]
+
+_NOISE = noise_of(torch.float32)
 
 
 def by_eigenvalues(
@@ -57,14 +57,13 @@ def by_eigenvalues(
     """
     if not _is_usual(A, functions, method, gradient):
         return eigen_functions(A, functions, method=method, gradient=gradient, eps=eps, rtol=rtol, floor=floor)
-    assert private.unwrap_dead_wrappers is not None
-    (A,) = private.unwrap_dead_wrappers((A,))
+    call = _Call(functions[0], eps, rtol, floor)
     if A.requires_grad and torch.is_grad_enabled():
-        # The C code that `applied` calls, too.
-        result, eigenvalues = super(torch.autograd.Function, _Function).apply(A, functions[0], eps, rtol, floor)
+        result = super(torch.autograd.Function, _Function).apply(A, call)  # the C code that `applied` calls, too
     else:
-        result, eigenvalues, *_ = _function(A, functions[0], eps, rtol, floor)
-    return (result,), eigenvalues
+        result = _function(A, call)[0]
+    assert call.eigenvalues is not None
+    return (result,), call.eigenvalues
 
 
 def _is_usual(A: Tensor, functions: tuple[Chosen, ...], method: str, gradient: str) -> bool:
@@ -77,86 +76,98 @@ def _is_usual(A: Tensor, functions: tuple[Chosen, ...], method: str, gradient: s
         and not is_clamped(functions[0])
         and method == "eigh"
         and gradient == "exact"
-        and type(A) in (Tensor, Parameter)
-        and is_plain()
-        and not private.forward_mode_is_on()
-        and private.unwrap_dead_wrappers is not None
-        and not torch.is_autocast_enabled("cpu")
+        and is_ordinary(A)
     )
 
 
-def _function(
-    A: Tensor, function: Chosen, eps: float, rtol: float | None, floor: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Split, Tensor | None]:
-    """Return the function of ``A``, the eigenvalues, and for the derivative the eigenvectors, the split and None.
+class _Call:
+    """The options of a call, and a place for the eigenvalues: a second output of a Function would cost more."""
 
-    For a root without dropped eigenvalues it is ``B`` in the place of the eigenvectors, and the signed ``s`` is last.
+    __slots__ = ("eigenvalues", "eps", "floor", "function", "rtol")
+
+    def __init__(self, function: Chosen, eps: float, rtol: float | None, floor: Tensor | None) -> None:
+        self.function, self.eps, self.rtol, self.floor = function, eps, rtol, floor
+        self.eigenvalues: Tensor | None = None
+
+
+def _function(A: Tensor, call: _Call) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Return the function of ``A``, and for the derivative the matrix ``B``, the signed ``s`` of a root, and the split.
+
+    Where there is no ``s``, it is the eigenvectors that are in the place of ``B``.
     """
-    entry, _ = spectral_function(function)
-    n = A.shape[-1]
-    matrix = A if A.ndim == 2 else A.reshape(n, n)
+    function, eps, rtol, floor = call.function, call.eps, call.rtol, call.floor
+    entry, options = spectral_function(function)
+    is_one, n = A.ndim == 2, A.shape[-1]
+    matrix = A if is_one else A.view(n, n)
     wide, asymmetry = (matrix.double(), None) if torch.equal(matrix, matrix.mT) else wide_symmetric(matrix)
     eigenvalues, U, smallest, largest = decompose_one(
-        wide, asymmetry=asymmetry, noise=noise_of(A.dtype), semidefinite=not entry.whole_line
+        wide, asymmetry=asymmetry, noise=_NOISE, semidefinite=not entry.whole_line
     )
     is_above_noise = floor is None or floor.item() <= eps
+    kept = cutoff = s = None
     if rtol is None and is_above_noise and (entry.whole_line or smallest >= -eps / 2 < -SMALLEST):
-        parts = Split(eigenvalues, eigenvalues + eps, None, None)
+        points = eigenvalues + eps
     elif rtol is not None and is_above_noise and smallest > max(rtol * largest, SMALLEST):
-        parts = Split(eigenvalues, eigenvalues + eps if eps else eigenvalues, None, None)
+        points = eigenvalues + eps if eps else eigenvalues
     else:
         floor = floor if floor is None else floor.reshape(())
-        parts = split(eigenvalues, eps, rtol, floor, function=function)
-    fits, sums = fit(A.dtype, (function,), eps, rtol), None
-    if fits and parts.kept is None:
-        sums = parts.points.sqrt()
+        _, points, kept, cutoff, _ = split(eigenvalues, eps, rtol, floor, function=function)
+    fits = fit(torch.float32, (function,), eps, rtol)
+    if fits and kept is None and entry.is_root:
+        s = points.sqrt()
         if function == SQRT:
-            result = (U * sums).mm(U.mT)
+            result = (U * s).mm(U.mT)
         else:
-            U = U / sums.sqrt()
+            U = U * s.rsqrt()
             result = U.mm(U.mT)
-            sums.neg_()
+            s.neg_()
     else:
-        result = (U * values(parts, function)).mm(U.mT)
-    if A.ndim > 2:  # before it is narrowed, so that it is no view, which could not be changed in place
-        result, eigenvalues = result.view(A.shape), eigenvalues.view(A.shape[:-1])
-    return result.float() if fits else narrow(result, A), eigenvalues, U, parts, sums
+        f = entry.value(points, *options)
+        result = (U * (f if kept is None else f * kept)).mm(U.mT)
+    # A view before it is narrowed is none after it, and can be changed in place.
+    result = result.float() if is_one else result.view_as(A).float()
+    call.eigenvalues = eigenvalues if is_one else eigenvalues.view(*A.shape[:-1])  # numbers are read faster
+    return result if fits else finite(result), (A, eigenvalues, U, s, points, kept, cutoff)
 
 
 class _Function(torch.autograd.Function):
-    """``A -> f(A + eps I)``, and the eigenvalues."""
+    """``A -> f(A + eps I)``."""
 
     @staticmethod
-    def forward(
-        ctx: Context, A: Tensor, function: Chosen, eps: float, rtol: float | None, floor: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        result, eigenvalues, B, ctx.parts, sums = _function(A, function, eps, rtol, floor)
-        ctx.options = function, eps, rtol, floor
-        ctx.mark_non_differentiable(eigenvalues)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(A, eigenvalues, B, sums)
-        return result, eigenvalues
+    def forward(ctx: Context, A: Tensor, call: _Call) -> Tensor:
+        result, saved = _function(A, call)
+        ctx.call = call
+        ctx.save_for_backward(*saved)
+        return result
 
     @staticmethod
-    def backward(ctx: Context, G: Tensor | None, _: None) -> tuple[Any, ...]:
-        if G is None:
-            return None, None, None, None, None
-        A, eigenvalues, B, sums = ctx.saved_tensors
+    def backward(ctx: Context, G: Tensor) -> tuple[Tensor, None]:
+        A, eigenvalues, B, s, points, kept, cutoff = ctx.saved_tensors
+        call = ctx.call
+        function = call.function
         if torch.is_grad_enabled():
-            function, *options = ctx.options
-            U = B if sums is None or function == SQRT else B * sums.neg().sqrt()
-            to_A = narrow(derivative(A, G, eigenvalues, U.expand(A.shape), function, *options), A)
-            return to_A, None, None, None, None
-        n = A.shape[-1]
-        wide = G.double() if G.ndim == 2 else G.double().reshape(n, n)
-        inner = B.mT.mm(wide).mm(B)
-        if sums is None:
-            inner.mul_(first_differences(ctx.parts, ctx.options[0]))
+            U = B if s is None or function == SQRT else B * s.neg().sqrt()
+            options = (function, call.eps, call.rtol, call.floor)
+            return narrow(derivative(A, G, eigenvalues.expand(A.shape[:-1]), U.expand(A.shape), *options), A), None
+        is_one, n = G.ndim == 2, G.shape[-1]
+        D = None
+        if s is not None:
+            D = s.unsqueeze(-1) + s
+        elif kept is None:
+            entry, options = spectral_function(function)
+            factors = entry.factors(points, *options) if entry.factors is not None else None
+            if factors is not None:
+                b, D = factors
+                B = B * b
+        transposed = B.mT
+        inner = transposed.mm((G if is_one else G.view(n, n)).double()).mm(B)
+        if D is None:
+            inner.mul_(first_differences(Split(eigenvalues, points, kept, cutoff), function))
         else:
-            inner.div_(sums.unsqueeze(-1) + sums)
-        to_A = B.mm(inner).mm(B.mT)
+            inner.div_(D)
+        to_A = B.mm(inner).mm(transposed)
         to_A = to_A.lerp(to_A.mT, 0.5).float()
-        return finite(to_A if A.ndim == 2 else to_A.view(A.shape)), None, None, None, None
+        return finite(to_A if is_one else to_A.view_as(A)), None
 
 
 EIGEN_SOLVERS = (

@@ -7,12 +7,17 @@ like that they cancel where eigenvalues are close, so an entry of `FUNCTIONS` gi
 
     sqrt:      1 / (sqrt(l_i) + sqrt(l_j))
     inv_sqrt:  -1 / (sqrt(l_i) sqrt(l_j) (sqrt(l_i) + sqrt(l_j)))
-    power p:   m^(p-1) (1 - e^(-pt)) / (1 - e^(-t)),  for p < 0  -s^p / m (1 - e^(pt)) / (1 - e^(-t))
-    log:       t / (m (1 - e^(-t)))
+    power p:   (l_i l_j)^((p-1)/2) sinh(pt/2) / sinh(t/2)
+    log:       (l_i l_j)^(-1/2) (t/2) / sinh(t/2)
     exp:       e^m (1 - e^(-d)) / d
 
 Numerator and denominator see the same rounded ``t``, and their quotient is a smooth function of it, so an error of
-``t`` counts as it is and is not divided by ``t``. The second differences are in `_second.py`.
+``t`` counts as it is and is not divided by ``t``. No two numbers of float64 have ``t/2`` above 709, where sinh would
+overflow. For a power above 1 or below -1 ``sinh(pt/2)`` may, so there it is
+
+    m^(p-1) (1 - e^(-pt)) / (1 - e^(-t)),  for p < 0  -s^p / m (1 - e^(pt)) / (1 - e^(-t))
+
+The second differences are in `_second.py`.
 
 Reference: N. J. Higham, Functions of Matrices (SIAM 2008), section 3.2.
 """
@@ -69,6 +74,9 @@ class SpectralFunction(Entry):
     """``f(l)`` ``(..., n)``."""
     first: Callable[..., Tensor] = torch.clone
     """The first divided differences ``(..., n, n)``."""
+    factors: Callable[..., tuple[Tensor, Tensor] | None] | None = None
+    """``b`` ``(..., n)`` and ``D`` ``(..., n, n)`` with the first differences ``b_i^2 b_j^2 / D_ij``: one may put ``b``
+    into the eigenvectors. None, or returns None, where there is no such form."""
     second: Callable[..., Tensor] = torch.clone
     """From eigenvalues, ``G`` and ``H`` to ``W_ik = sum_j f[i,j,k] H_ij G_jk``, all ``(..., n, n)``."""
     is_root: bool = False
@@ -134,25 +142,48 @@ def _inv_sqrt_second(l: Tensor, G: Tensor, H: Tensor) -> Tensor:
 
 
 def _power(l: Tensor, exponent: float) -> Tensor:
-    return l.pow(exponent).clamp_(max=_HUGE)
+    power = l.pow(exponent)
+    return power if abs(exponent) <= 0.75 else power.clamp_(max=_HUGE)  # below that no power of float64 is as large
 
 
-def _log_gaps(l: Tensor) -> Tensor:
-    logarithms = l.log()
-    return (logarithms.unsqueeze(-1) - logarithms.unsqueeze(-2)).abs_().clamp_(min=_TINY)
+def _half_log_gaps(l: Tensor) -> Tensor:
+    """Return ``t/2`` with a sign, of which the quotients are even functions."""
+    half = l.log().mul_(0.5)
+    return (half.unsqueeze(-1) - (half if half.ndim == 1 else half.unsqueeze(-2))).add_(_TINY)
+
+
+def _multiplied(b: Tensor, D: Tensor) -> Tensor:
+    """Return ``b_i^2 b_j^2 / D_ij``."""
+    squared = b * b
+    return (squared.unsqueeze(-1) * squared.unsqueeze(-2)).div_(D)
+
+
+def _power_factors(l: Tensor, exponent: float) -> tuple[Tensor, Tensor] | None:
+    if abs(exponent) > 1:
+        return None
+    x = _half_log_gaps(l)
+    small = (x * exponent).sinh_()
+    return l.pow((exponent - 1) / 4), x.sinh_().div_(small)
 
 
 def _power_first(l: Tensor, exponent: float) -> Tensor:
-    t = _log_gaps(l).neg_()
+    factors = _power_factors(l, exponent)
+    if factors is not None:
+        return _multiplied(*factors)
+    t = _half_log_gaps(l).abs_().mul_(-2)
     ratio = (t * abs(exponent)).expm1_().div_(t.expm1_())
     if exponent < 0:  # s^p is the larger of the two powers
         return ratio.mul_(_outer_max(_power(l, exponent), smaller=False)).div_(_outer_max(-l, smaller=True))
-    return ratio.mul_(_outer_max(_power(l, exponent - 1), smaller=exponent < 1))
+    return ratio.mul_(_outer_max(_power(l, exponent - 1), smaller=False))
+
+
+def _log_factors(l: Tensor) -> tuple[Tensor, Tensor]:
+    x = _half_log_gaps(l)
+    return l.pow(-0.25), x.sinh().div_(x)
 
 
 def _log_first(l: Tensor) -> Tensor:
-    t = _log_gaps(l).neg_()
-    return t.div_(torch.expm1(t)).div_(_outer_max(l, smaller=False))
+    return _multiplied(*_log_factors(l))
 
 
 def _exp(l: Tensor) -> Tensor:
@@ -219,6 +250,7 @@ FUNCTIONS = frozen(
         signed_options=True,
         value=_power,
         first=_power_first,
+        factors=_power_factors,
         second=_power_second,
     ),
     SpectralFunction(
@@ -228,6 +260,7 @@ FUNCTIONS = frozen(
         "Arsigny et al., Log-Euclidean metrics, Magnetic Resonance in Medicine 2006; Higham 2008, chapter 11",
         value=torch.log,
         first=_log_first,
+        factors=_log_factors,
         second=_log_second,
     ),
     SpectralFunction(

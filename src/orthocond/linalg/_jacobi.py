@@ -76,7 +76,7 @@ def _is_right(A: Tensor, U: Tensor, p: Tensor, V: Tensor) -> Tensor:
     ``A x = U diag(p) V^T x``; ``U U^T x = x`` and ``V V^T x = x``; and as ``U`` and ``V`` are rotations, the third
     column is the cross product of the others: ``x . u_3 = x . (u_1 x u_2)``.
     """
-    x, _ = probe(3, A.dtype, A.device)
+    x = probe(3, A.dtype, A.device).x
     bound, tiny = allowed_error(3, A.dtype)
     column, allowed = x.unsqueeze(-1), bound * p[0] + tiny
     along_U, along_V = x @ U, x @ V

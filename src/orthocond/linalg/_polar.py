@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthocond._core.applying import applied, with_forward_mode
+from orthocond._core.applying import applied, is_ordinary, with_forward_mode
 from orthocond._core.overriding import overridable
 from orthocond._core.precision import at_least_float32, autocast_off, lift, narrow, real_dtype, widen
 from orthocond._core.registry import Entry, frozen, resolve
-from orthocond.errors import ArgumentError, check_matrix, check_nonnegative
+from orthocond.errors import ArgumentError, NonFiniteError, check_matrix, check_nonnegative
 from orthocond.linalg._counts import count_failure
 from orthocond.linalg._decompose import check_finite, decompose, decompose_one, svd
 from orthocond.linalg._eigen import Context, eigen_vjp, product
@@ -83,12 +83,15 @@ def nearest_orthogonal(A: Tensor, *, solver: str = "gram", rtol: float | None = 
         return A.clone()
     dtype = at_least_float32(A.dtype)
     rtol = max(A.shape[-2:]) * torch.finfo(dtype).eps if rtol is None else rtol
+    wide = A if A.shape[-2] <= A.shape[-1] else A.mT
+    if solver == "gram" and A.dtype is torch.float32 and _is_one(A) and _is_constant(A):  # the same, for less
+        R = _by_gram(wide, rtol).float()
+        return R if wide is A else R.mT
     with autocast_off(A.device):
-        wide = A if A.shape[-2] <= A.shape[-1] else A.mT
         # The scale does not matter. In float64, where the rank is found, no product of float32 numbers overflows.
         scale = None if entry.has_rank and real_dtype(dtype) == torch.float32 else power_of_two_scale(wide)
         R = narrow(applied(_Polar, lift(wide, scale), entry.name, rtol, tuple(options.items())), A)
-    return R if A.shape[-2] <= A.shape[-1] else R.mT
+    return R if wide is A else R.mT
 
 
 def power_of_two_scale(A: Tensor) -> Tensor:
@@ -149,9 +152,19 @@ def _inverse_root_and_slope(A: Tensor, direction: Tensor, rtol: float) -> tuple[
 
 def _polar(A: Tensor, solver: str, rtol: float, options: list[float]) -> Tensor:
     entry = POLAR_SOLVERS[solver]
-    if not A.is_meta:
+    if not A.is_meta and not (solver == "gram" and _is_one(A)):  # there, the decomposition looks at it
         check_finite(A)
-    return entry.solve(A, rtol, *options).to(A)
+    return entry.solve(A, rtol, *options).to(A.dtype)
+
+
+def _is_constant(A: Tensor) -> bool:
+    """Return whether no derivative can be asked for, and nothing looks on."""
+    return not (A.requires_grad and torch.is_grad_enabled()) and is_ordinary(A)
+
+
+def _is_one(A: Tensor) -> bool:
+    """Return whether it is one real matrix on the CPU, for which there are fewer calls: small matrices notice."""
+    return A.ndim == 2 and A.is_cpu and not A.is_complex()
 
 
 @torch.library.custom_op("orthocond::polar", mutates_args=())
@@ -171,8 +184,12 @@ def _by_gram(A: Tensor, rtol: float) -> Tensor:
     # Below the first bound an eigenvalue is too small to be accurate, below the second so small that the Gram matrix
     # can't tell whether it is to be kept.
     uncertain, noise = unit / _GRAM_TOLERANCE[real_dtype(A.dtype)], A.shape[-2] * unit
-    if A.ndim == 2 and A.is_cpu and not A.is_complex():  # in fewer calls, which small matrices notice
-        eigenvalues, U, lowest, highest = decompose_one(wide.mm(wide.mT))
+    if _is_one(A):
+        try:
+            eigenvalues, U, lowest, highest = decompose_one(wide.mm(wide.mT))
+        except NonFiniteError:
+            check_finite(A)  # says where
+            raise
         if lowest > max(rtol**2, uncertain, noise) * highest:
             return (U * eigenvalues.rsqrt()).mm(U.mT).mm(wide)
     else:

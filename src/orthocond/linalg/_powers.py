@@ -31,8 +31,8 @@ def matrix_powerh(
     ``exponent=0`` the projector on the range.
 
     *Gradient:* :math:`U (F \circ (U^H G U)) U^H`, where :math:`F_{ij}` is the divided difference of :math:`x^p`. With
-    :math:`t = |\log \lambda_i - \log \lambda_j|` and the larger :math:`m` of the two eigenvalues it is
-    :math:`m^{p-1} (1 - e^{-pt}) / (1 - e^{-t})`: no cancellation at any gap. Differentiable twice.
+    :math:`t = \log \lambda_i - \log \lambda_j` it is
+    :math:`(\lambda_i \lambda_j)^{(p-1)/2} \sinh(pt/2) / \sinh(t/2)`: no cancellation at any gap. Differentiable twice.
 
     Args:
         A: matrices ``(..., n, n)``, as in `matrix_sqrth`.
@@ -78,8 +78,8 @@ def matrix_logh(
 
     Null directions (see ``rtol``) map to zero, as if their eigenvalue were 1: the logarithm on the range of ``A``.
 
-    *Gradient:* with :math:`F_{ij} = t / (m (1 - e^{-t}))`, in the notation of `matrix_powerh`; exact at any gap, and
-    differentiable twice.
+    *Gradient:* with :math:`F_{ij} = (\lambda_i \lambda_j)^{-1/2} (t/2) / \sinh(t/2)`, in the notation of
+    `matrix_powerh`; exact at any gap, and differentiable twice.
 
     Args:
         A: matrices ``(..., n, n)``, as in `matrix_sqrth`.

@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Verdict", "allowed_error", "probe", "verified_eigen", "verified_svd"]
+__all__ = ["Verdict", "allowed_error", "lowest_of", "probe", "verified_eigen", "verified_one", "verified_svd"]
 
 _ALLOWED = 500
-_probes: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, list[float]]] = {}
+_probes: dict[tuple[int, torch.dtype, torch.device], "Probe"] = {}
 _MOST_PROBES = 256
 
 
@@ -37,8 +37,19 @@ class Verdict(NamedTuple):
     """The smallest eigenvalue over the largest absolute one, where it is the lowest in the batch."""
     asymmetry: float = 0.0
     """The asymmetry that was passed in."""
-    extremes: tuple[float, float] = (0.0, 0.0)
-    """The smallest and the largest eigenvalue, if it was one matrix on the CPU."""
+
+
+class Probe(NamedTuple):
+    """The vector of a size, dtype and device, and the error that a right result may have there."""
+
+    x: Tensor
+    """``(n,)``"""
+    entries: list[float]
+    """Those of ``x``."""
+    bound: float
+    """Relative to the size of the matrices."""
+    tiny: float
+    """Absolute."""
 
 
 def verified_eigen(A: Tensor, eigenvalues: Tensor, U: Tensor, asymmetry: Tensor | None = None) -> Verdict:
@@ -49,27 +60,19 @@ def verified_eigen(A: Tensor, eigenvalues: Tensor, U: Tensor, asymmetry: Tensor 
     n = A.shape[-1]
     if not A.numel():
         return Verdict(None, 0.0, 0.0)
-    bound, tiny = allowed_error(n, A.dtype)
-    if A.numel() == n * n and A.device.type == "cpu" and not A.is_complex():
-        # One matrix, and its numbers are at hand: they are compared faster than tensors.
-        if A.ndim > 2:
-            A, eigenvalues, U = A.view(n, n), eigenvalues.view(n), U.flatten(0, -3).squeeze(0)
-        x, entries = probe(n, A.dtype, A.device)
-        y = U.mT.mv(x)
-        values = eigenvalues.tolist()
-        largest = max(values[-1], -values[0])
-        right = (
-            math.dist(U.mv(y).tolist(), entries) <= bound
-            and math.dist(U.mv(y.mul_(eigenvalues)).tolist(), A.mv(x).tolist()) < bound * largest + tiny
-            and values == sorted(values)
-        )
-        wrong = None if right else torch.ones(1, dtype=torch.bool)
-        lowest = values[0] / largest if largest > 0 else 0.0
-        return Verdict(wrong, lowest, 0.0 if asymmetry is None else asymmetry.item(), (values[0], values[-1]))
+    if A.numel() == n * n and A.is_cpu and not A.is_complex():
+        matrix = A.view(n, n)
+        known = probe(n, A.dtype, A.device)
+        product = matrix.mv(known.x).tolist()
+        values = verified_one(known, product, eigenvalues.view(n), U.flatten(0, -3).squeeze(0) if U.ndim > 2 else U)
+        asymmetric = 0.0 if asymmetry is None else asymmetry.item()
+        if values is None:
+            return Verdict(torch.ones(1, dtype=torch.bool), 0.0, asymmetric)
+        return Verdict(None, lowest_of(values), asymmetric)
     if A.ndim != 3:
         A, eigenvalues, U = A.reshape(-1, n, n), eigenvalues.reshape(-1, n), U.reshape(-1, n, n)
     # Of the whole batch with the one vector, which is real: products with one matrix, and U is stored by columns.
-    x, _ = probe(n, A.dtype, A.device)
+    x, _, bound, tiny = probe(n, A.dtype, A.device)
     y = U.mT.reshape(-1, n).mv(x).view(-1, n).conj()
     of_A = A.reshape(-1, n).mv(x).view(-1, n)
     expected = torch.stack([x.expand_as(of_A), of_A], -1)
@@ -84,6 +87,28 @@ def verified_eigen(A: Tensor, eigenvalues: Tensor, U: Tensor, asymmetry: Tensor 
     numbers = [right.all().to(lowest), lowest, torch.zeros_like(lowest) if asymmetry is None else asymmetry.to(lowest)]
     all_right, lowest, asymmetric = torch.stack(numbers).tolist()
     return Verdict(None if all_right else ~right, lowest, asymmetric)
+
+
+def verified_one(known: Probe, of_A: list[float], eigenvalues: Tensor, U: Tensor) -> list[float] | None:
+    """Check the decomposition of one real matrix ``(n, n)`` on the CPU by its product ``of_A`` with the probe.
+
+    Its numbers are at hand, and they are compared faster than tensors. Returns the eigenvalues if all is right.
+    """
+    x, entries, bound, tiny = known
+    values: list[float] = eigenvalues.tolist()
+    y = U.mT.mv(x)
+    is_right = (
+        math.dist(U.mv(y).tolist(), entries) <= bound
+        and math.dist(U.mv(y.mul_(eigenvalues)).tolist(), of_A) < bound * max(values[-1], -values[0]) + tiny
+        and values == sorted(values)
+    )
+    return values if is_right else None
+
+
+def lowest_of(values: list[float]) -> float:
+    """Return the smallest over the largest absolute one of eigenvalues in ascending order."""
+    largest = max(values[-1], -values[0])
+    return values[0] / largest if largest > 0 else 0.0
 
 
 def verified_svd(A: Tensor, U: Tensor, singular_values: Tensor, Vh: Tensor) -> Tensor | None:
@@ -124,8 +149,8 @@ def _probes_like(A: Tensor, n: int) -> Tensor:
     return probe(n, A.dtype, A.device)[0].view(1, n, 1).expand(A.shape[0], n, 1)
 
 
-def probe(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[float]]:
-    """Return the vector ``(n,)``, and its entries: always the same for a size, so that results can be reproduced.
+def probe(n: int, dtype: torch.dtype, device: torch.device) -> Probe:
+    """Return the vector ``(n,)``: always the same for a size, so that results can be reproduced.
 
     It comes from a generator of its own: the user's random state stays as it is. No entry is small, so that diagonal
     matrices are checked as well as others.
@@ -139,7 +164,7 @@ def probe(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, lis
     norm = math.hypot(*entries)
     with torch.inference_mode(False):
         x = torch.tensor([entry / norm for entry in entries], dtype=dtype, device=device)
-    made = (x, x.tolist())
+    made = Probe(x, x.tolist(), *allowed_error(n, dtype))
     if type(x) is Tensor:  # and no fake of it
         if len(_probes) >= _MOST_PROBES:
             _probes.clear()

@@ -133,7 +133,7 @@ _PROMISES: dict[str, list[tuple[str, _Check] | tuple[str, _Check, str]]] = {
         (
             "log and powers at most 1.15 times the inverse root of the same size, forward and backward",
             _functions_are_cheap,
-            "the operations of their divided differences, 13 to 20 where the root has 2",
+            "the operations of their divided differences, 9 to 11 where the root has 2",
         ),
     ],
     "functions": [
