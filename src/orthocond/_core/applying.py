@@ -36,8 +36,8 @@ def is_plain_inference() -> bool:
 def is_unwatched(*tensors: Tensor) -> bool:
     """Return whether operations just run on the memory of these tensors: on the CPU, and no mode looks on."""
     return (
-        all(each.is_cpu and type(each) is Tensor for each in tensors)
-        and is_plain_inference()
+        is_plain_inference()
+        and all(each.is_cpu and type(each) is Tensor for each in tensors)
         and not private.num_dispatch_modes()
     )
 

@@ -16,7 +16,7 @@ from orthocond._core.applying import is_unwatched
 
 __all__ = ["unfilled"]
 
-_SMALLEST = 2**22
+_SMALLEST = 2**24
 """Bytes from which on it is worth the request."""
 _PAGE = 2**21
 _MADV_HUGEPAGE = 14

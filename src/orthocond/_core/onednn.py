@@ -21,9 +21,9 @@ __all__ = ["is_faster", "linear"]
 def is_faster(*tensors: Tensor) -> bool:
     """Return whether `linear` takes these tensors, and in less time than ``@``: no derivative can be asked for."""
     return (
-        _linear() is not None
+        is_unwatched(*tensors)
+        and _linear() is not None
         and all(each.dtype == torch.float32 for each in tensors)
-        and is_unwatched(*tensors)
         # Else float32 may mean bfloat16 to oneDNN.
         and torch.get_float32_matmul_precision() == "highest"
     )
