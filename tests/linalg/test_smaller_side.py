@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
+from orthocond._core import onednn, private
 from orthocond.errors import ArgumentError, NonFiniteError
 from orthocond.linalg import FUNCTIONS, SOLVERS, covariance, covariance_sqrth, matrix_sqrth
 from orthocond.linalg import _smaller_side as smaller_side
@@ -190,3 +191,22 @@ def test_samples_along_any_dimension_and_errors(monkeypatch):
     monkeypatch.setattr(smaller_side, "decompose", lambda K, method: (sizes.append(K.shape), decompose(K, method))[1])
     functools.reduce(torch.add, (covariance_sqrth(X), covariance_sqrth(X, solver="svd")))
     assert sizes == [(3, 5, 5)] * 2
+
+
+@pytest.mark.parametrize("way", ["MKL", "oneDNN"])
+@pytest.mark.parametrize(("shape", "num_threads"), [((5, 256, 49), 1), ((2, 512, 49), 2)])
+def test_large_products_are_as_accurate_by_either_library(way, shape, num_threads, monkeypatch):
+    function = private.onednn_linear() if way == "oneDNN" else None
+    if way == "oneDNN" and function is None:
+        pytest.skip("PyTorch has no oneDNN here")
+    monkeypatch.setattr(onednn, "_linear", lambda: function)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    X, results = features(*shape), []
+    for dtype in (torch.float32, torch.float64):
+        leaf = X.detach().clone().to(dtype).requires_grad_()
+        (value,), *_ = spectral_of_samples("test", leaf, "sqrt", upper=True)
+        results.append((value.detach(), *torch.autograd.grad(value.cos().sum(), leaf)))
+    torch.set_num_threads(before)
+    for found, expected, bound in zip(*results, (2e-6, 1e-5), strict=True):
+        assert torch.allclose(found.double(), expected, rtol=0, atol=bound * float(expected.abs().max()))

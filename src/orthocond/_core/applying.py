@@ -10,7 +10,15 @@ from torch.autograd import forward_ad
 from orthocond._core import private
 from orthocond.errors import GradientError
 
-__all__ = ["applied", "changeable", "is_ordinary", "is_plain", "with_forward_mode"]
+__all__ = [
+    "applied",
+    "changeable",
+    "is_ordinary",
+    "is_plain",
+    "is_plain_inference",
+    "is_unwatched",
+    "with_forward_mode",
+]
 
 F = TypeVar("F", bound=type[torch.autograd.Function])
 
@@ -36,12 +44,21 @@ def changeable(y: Tensor) -> Tensor:
 
     Autograd forbids changing a view that was made without gradients once they are on again; detached, it is no view.
     """
-    return y.detach() if _is_plain_inference() else y
+    return y.detach() if is_plain_inference() else y
 
 
-def _is_plain_inference() -> bool:
+def is_plain_inference() -> bool:
     """Return whether operations just run and no derivative, backward or forward, can be asked for."""
     return is_plain() and not torch.is_grad_enabled() and not private.forward_mode_is_on()
+
+
+def is_unwatched(*tensors: Tensor) -> bool:
+    """Return whether operations just run on the memory of these tensors: on the CPU, and no mode looks on."""
+    return (
+        is_plain_inference()
+        and all(each.is_cpu and type(each) is Tensor for each in tensors)
+        and not private.num_dispatch_modes()
+    )
 
 
 def with_forward_mode(function: F) -> F:

@@ -27,6 +27,7 @@ __all__ = [
     "is_transformed",
     "num_compiled_frames",
     "num_dispatch_modes",
+    "onednn_linear",
     "saved_tensors_hooks",
     "set_forward_mode",
     "transforms_are_active",
@@ -102,6 +103,13 @@ def forward_mode_is_on() -> bool:
 def is_exporting() -> bool:
     """Return whether `torch.export` runs this; the public function is true in all that torch 2.8 compiles, too."""
     return bool(getattr(torch.compiler, "_is_exporting_flag", torch.compiler.is_exporting()))
+
+
+def onednn_linear() -> Callable[..., Tensor] | None:
+    """Return oneDNN's linear layer, ``(x, weight, bias, "none", [], "")``, as compiled code calls it; None without."""
+    if not torch.backends.mkldnn.is_available():
+        return None
+    return getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 
 
 def num_compiled_frames() -> int:

@@ -5,14 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orthocond._core.applying import applied, is_plain
+from orthocond._core.applying import applied, is_plain, is_plain_inference
 from orthocond._core.precision import at_least_float32, autocast_off, lift, widen
 from orthocond.errors import ArgumentError, check_matrix
 
-__all__ = ["centred", "check_samples", "covariance", "noise_floor", "sum_of_products", "trace"]
+__all__ = ["centred", "check_samples", "covariance", "noise_floor", "sum_of_products", "symmetric_product", "trace"]
 
 _LONGEST = 4096
 """How many terms a sum may have: a million of them, added by one product of float32, lose three digits."""
+
+_BLOCKS, _FEW_FEATURES = 4, 64
+"""In how many blocks of rows a symmetric product is taken, and below how many features it isn't worth it."""
 
 
 def covariance(X: Tensor, *, dim: int = -1) -> Tensor:
@@ -101,6 +104,20 @@ def sum_of_products(X: Tensor, Y: Tensor, *, longest: int = _LONGEST) -> Tensor:
     pieces = (part[..., :whole].unflatten(-1, (-1, longest)).transpose(-3, -2) for part in (X, Y))
     total: Tensor = (next(pieces) @ next(pieces).mH).sum(-3)
     return total if whole == num_samples else total + X[..., whole:] @ Y[..., whole:].mH
+
+
+def symmetric_product(X: Tensor, *, longest: int = _LONGEST) -> Tensor:
+    """Return ``X X^T`` as `sum_of_products` does; on a CPU the blocks above the diagonal alone are multiplied."""
+    d = X.shape[-2]
+    if not X.is_cpu or d < _FEW_FEATURES or not is_plain_inference():
+        return sum_of_products(X, X, longest=longest)
+    product = X.new_empty(*X.shape[:-1], d)
+    size = -(-d // _BLOCKS)
+    for start in range(0, d, size):
+        rows = sum_of_products(X[..., start : start + size, :], X[..., start:, :], longest=longest)
+        product[..., start : start + size, start:] = rows
+        product[..., start:, start : start + size] = rows.mT
+    return product
 
 
 def trace(P: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from torch import Tensor
 from orthocond._core import private
 from orthocond._core.applying import applied, is_plain
 from orthocond._core.observing import notify
+from orthocond._core.onednn import is_faster, linear
 from orthocond._core.overriding import overridable
 from orthocond._core.precision import autocast_off, finite, finite_, lift, narrow, widen
 from orthocond.linalg._covariance import check_samples, covariance, noise_floor, trace
@@ -272,7 +273,7 @@ def _centred(X: Tensor) -> Tensor:
 def _factor_and_value(X: Tensor, V: Tensor, g: Tensor, constant: Tensor, *, upper: bool) -> tuple[Tensor, Tensor]:
     """Return ``T`` and ``T diag(g) T^H + constant I``, from ``V`` and ``g`` that are scaled."""
     T = product(_centred(X), V).to(X)
-    value = finite_(product(T * g, T.mH))
+    value = finite_(_large_product(T * g, T.mH))
     if not (_is_at_hand(constant) and not constant.any()):  # it is 0 where zero is dropped
         value.diagonal(dim1=-2, dim2=-1).add_(constant.to(value))
     return T, upper_triangle(value) if upper else value
@@ -281,11 +282,22 @@ def _factor_and_value(X: Tensor, V: Tensor, g: Tensor, constant: Tensor, *, uppe
 def _through_factor(G: Tensor, T: Tensor, Vh: Tensor, gVh: Tensor, D: Tensor, *, upper: bool) -> tuple[Tensor]:
     """Return ``(2 G T diag(g) + T (D o (2 T^H G T))) V^H``, from ``V^H``, ``diag(g) V^H`` and ``D``, all scaled."""
     # With twice the Hermitian part of G; to form that part of a whole G takes longer than a product.
-    GT = product(_twice_mirrored(G, T.shape[-2]), T) if upper else product(G, T) + product(G.mH, T)
+    GT = _large_product(_twice_mirrored(G, T.shape[-2]), T) if upper else product(G, T) + product(G.mH, T)
     inner = finite_((product(T.mH, GT).to(D.device) * D).to(T))
     return (finite_(product(GT, gVh).add_(product(T, product(inner, Vh)))),)
 
 
+def _large_product(P: Tensor, Q: Tensor) -> Tensor:
+    """Return ``P Q``, of which one matrix or the result is ``d x d``."""
+    if P.ndim == 3 and is_faster(P, Q):
+        fewest = _MULTIPLICATIONS if torch.get_num_threads() == 1 else _SHARED_MULTIPLICATIONS
+        if P.shape[-2] * P.shape[-1] * Q.shape[-1] >= fewest:
+            return torch.stack([linear(*pair) for pair in zip(P.unbind(), Q.mT.unbind(), strict=True)])
+    return product(P, Q)
+
+
+_MULTIPLICATIONS, _SHARED_MULTIPLICATIONS = 2**20, 2**23
+"""So many of them are worth a call of their own, and so many one that several threads share."""
 _IN_CACHE = 2**18
 """So many entries of ``d x d`` matrices at a time stay in the cache, and take no memory that the system would have to
 provide page by page."""

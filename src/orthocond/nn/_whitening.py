@@ -168,7 +168,7 @@ def _backward(
     (E,) = torch.autograd.grad(S, leaf, dS, retain_graph=True)
     K = (2 / ctx.num_samples) * E
     bias = -_times(W.mT, h / ctx.num_samples) - _times(K, centre)
-    dx = samples.map(K, bias).add_map_(W.mT, incoming)
+    dx = samples.map(K, bias, (W.mT, incoming))
     return dx.tensor(), dgamma, dbeta
 
 
