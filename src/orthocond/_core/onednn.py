@@ -24,7 +24,7 @@ def is_faster(*tensors: Tensor) -> bool:
         is_unwatched(*tensors)
         and _linear() is not None
         and all(each.dtype == torch.float32 for each in tensors)
-        and torch.backends.mkldnn.enabled
+        and bool(getattr(torch.backends.mkldnn, "enabled", True))
         # Else float32 may mean bfloat16 to oneDNN.
         and torch.get_float32_matmul_precision() == "highest"
     )
