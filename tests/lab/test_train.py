@@ -59,6 +59,14 @@ def images(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("method", ["bn", "svd"])
+def test_a_rate_of_the_pre_svd_layer_where_there_is_none_or_several(tmp_path, method):
+    config = digits(steps=2, method=method, model="resnet-small", meta="gcp", pre_svd_rate=0.01, val_images=20)
+    assert train(config, tmp_path / "run").state == "finished"
+    last = read_records(tmp_path / "run", "step")[-1]
+    assert (last["pre_svd_lr"] < last["lr"]) == (method == "svd")
+
+
 @pytest.mark.parametrize("settings", [{}, {"optimizer": "adamw", "learning_rate": 1e-3}, {"meta": "gcp"}])
 @pytest.mark.parametrize("method", ["svd", "svd+nog+ow"])
 def test_the_pre_svd_layer_has_a_rate_of_its_own(tmp_path, settings, method):

@@ -70,6 +70,14 @@ def test_derivatives_where_rtol_drops_and_eps_raises():
     assert torch.autograd.gradgradcheck(root, A, atol=1e-3)
 
 
+@pytest.mark.parametrize("exponent", [1.0, 0.9, 0.5])
+def test_a_floor_below_all_normal_numbers(exponent):
+    A = torch.diag(torch.tensor([0.0, 1e307], dtype=torch.float64)).requires_grad_()
+    value = matrix_powerh(A, exponent, solver="eigh(clamp=true)", eps=1e-322)
+    (gradient,) = torch.autograd.grad(value.sum(), A)
+    assert torch.allclose(gradient[0, 1], torch.tensor(1e307, dtype=torch.float64).pow(exponent - 1), rtol=1e-10)
+
+
 def test_complex_matrices():
     Z = torch.complex(noise(4, 4, dtype=torch.float64), noise(4, 4, dtype=torch.float64, seed=2))
     A = (0.05 * Z @ Z.mH).requires_grad_()

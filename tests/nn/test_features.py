@@ -5,7 +5,7 @@ import torch
 
 from orthocond._core import onednn, private
 from orthocond.linalg._covariance import sum_of_products, symmetric_product
-from orthocond.nn import DecorrelatedBatchNorm2d
+from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm2d
 from orthocond.nn._features import features
 
 from cases import noise
@@ -113,3 +113,22 @@ def test_a_function_of_torch_s_that_has_changed_is_not_used():
     assert not onednn._works(without_bias)
     assert not onednn._works(with_other_arguments)
     assert onednn._works(lambda x, weight, bias, *options: x @ weight.mT + bias)
+
+
+def test_a_precision_that_is_set_for_each_backend(monkeypatch):
+    def refuses():
+        raise RuntimeError("mix of the legacy and new APIs")
+
+    monkeypatch.setattr(onednn, "_linear", lambda: torch.nn.functional.linear)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuses)
+    with torch.no_grad():
+        assert not onednn.is_faster(torch.ones(2, 2))
+
+
+def test_pooling_of_an_empty_batch(way):
+    for num_positions in (7, 20):
+        x = torch.empty(0, 256, num_positions, num_positions, requires_grad=True)
+        y = CovariancePool2d()(x)
+        y.sum().backward()
+        assert y.shape == (0, 256 * 257 // 2)
+        assert x.grad.shape == x.shape

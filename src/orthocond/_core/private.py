@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 __all__ = [
     "NAMES",
+    "float32_products_are_exact",
     "forward_mode_is_on",
     "graph_task_id",
     "is_exporting",
@@ -103,6 +104,14 @@ def forward_mode_is_on() -> bool:
 def is_exporting() -> bool:
     """Return whether `torch.export` runs this; the public function is true in all that torch 2.8 compiles, too."""
     return bool(getattr(torch.compiler, "_is_exporting_flag", torch.compiler.is_exporting()))
+
+
+def float32_products_are_exact() -> bool:
+    """Return whether torch rounds products of float32 matrices on the CPU as float32 does, and no coarser."""
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # the precision was set for each backend, which this question does not take
+        return False
 
 
 def onednn_linear() -> Callable[..., Tensor] | None:

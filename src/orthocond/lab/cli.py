@@ -142,7 +142,7 @@ def train_command(
     stored = stored_config(folder) if resume or restart else None
     if stored is not None:
         chosen = changed(dataclasses.replace(stored, preset=chosen.preset), given)
-    check_effect([chosen])
+    check_effect(given, chosen, [chosen.method])
     outcome = train(chosen, folder, resume=resume, restart=restart, display=display())
     if not is_first_process():
         return
@@ -183,14 +183,9 @@ def compare_command(
     if chosen.data is not None:  # a run may be elsewhere
         chosen = dataclasses.replace(chosen, data=str(Path(chosen.data).resolve()))
     check_choice(engine, ENGINES, "engine", "compare")
-    runs = plan(
-        chosen,
-        method_list(methods, with_gauge=chosen.can_be_gauged, defaults=chosen.parts),
-        seeds,
-        out or Path("runs") / chosen.preset,
-        _shard(shard),
-    )
-    check_effect(run.config for run in runs)
+    names = method_list(methods, with_gauge=chosen.can_be_gauged, defaults=chosen.parts)
+    check_effect(given, chosen, names)
+    runs = plan(chosen, names, seeds, out or Path("runs") / chosen.preset, _shard(shard))
     if engine == "ray" and (chosen.nodes > 1 or chosen.devices != "1"):
         raise ArgumentError("a run on a Ray cluster has one device; leave out --devices and --nodes.")
     if not runs:

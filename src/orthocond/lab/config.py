@@ -152,12 +152,6 @@ class Config:
             value = getattr(self, name)
             if value is not None and not least <= value < float("inf"):
                 raise ArgumentError(f"{name} must be at least {least}, got {value}.")
-        if self.monitor_exact is not None and self.monitor == "none":
-            raise ArgumentError("monitor_exact has no effect with monitor=none, which watches nothing; leave one out.")
-        if self.pre_svd_rate is not None and self.method == "bn":
-            raise ArgumentError(
-                "pre_svd_rate is for the layer in front of the meta-layer, and bn has none; leave it out."
-            )
         if self.optimizer == "adamw" and self.momentum >= 1:
             raise ArgumentError(f"momentum is the first beta of adamw and must be below 1, got {self.momentum}.")
         if self.seed >= 2**63:
@@ -177,15 +171,20 @@ class Config:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
 
-def check_effect(configs: Iterable[Config]) -> None:
-    """Check that what was asked for has an effect on at least one of the runs.
+def check_effect(given: Mapping[str, Any], config: Config, methods: Iterable[str]) -> None:
+    """Check that each of the given settings has an effect on a run with one of the methods.
 
     Raises:
-        ArgumentError: exact condition numbers are wanted, and no run has estimates.
+        ArgumentError: exact condition numbers are wanted where nothing is estimated or watched, or a learning rate for
+            a layer that no network has.
     """
-    solvers = {method(config.method, config.parts).solver for config in configs if config.monitor_exact is not None}
-    if solvers and "products" not in solvers:
+    solvers = {method(name, config.parts).solver for name in methods}
+    if "monitor_exact" in given and config.monitor == "none":
+        raise ArgumentError("monitor_exact has no effect with monitor=none, which watches nothing; leave one out.")
+    if "monitor_exact" in given and "products" not in solvers:
         raise ArgumentError("monitor_exact is for methods with products; the others are exact anyway, leave it out.")
+    if "pre_svd_rate" in given and solvers == {None}:
+        raise ArgumentError("pre_svd_rate is for the layer in front of the meta-layer, and bn has none; leave it out.")
 
 
 PLACE = frozenset(field.name for field in dataclasses.fields(Config) if field.metadata.get("place"))

@@ -14,7 +14,7 @@ from orthocond.lab.methods import method
 from orthocond.lab.models import build
 from orthocond.treatments import Treatment
 
-__all__ = ["network", "pre_svd_layer"]
+__all__ = ["network", "pre_svd_parameters"]
 
 
 def network(config: Config, data: Data, *, sync: bool) -> tuple[nn.Module, Treatment | None]:
@@ -51,11 +51,14 @@ def network(config: Config, data: Data, *, sync: bool) -> tuple[nn.Module, Treat
         return model, treat(model, "auto", chosen.treatment, example_input=_example(data))
 
 
-def pre_svd_layer(model: nn.Module, data: Data) -> nn.Module:
-    """Return the layer whose output the network's meta-layer decomposes."""
-    (name,) = find_pre_svd(model, _example(data)).values()
-    assert isinstance(name, str)  # in none of the laboratory's networks several layers are joined in front of it
-    return model.get_submodule(name)
+def pre_svd_parameters(model: nn.Module, data: Data) -> list[nn.Parameter]:
+    """Return the parameters of the layers whose output the network's meta-layer decomposes."""
+    layers = [
+        name
+        for feeding in find_pre_svd(model, _example(data)).values()
+        for name in ((feeding,) if isinstance(feeding, str) else feeding.layers)
+    ]
+    return [parameter for name in layers for parameter in model.get_submodule(name).parameters()]
 
 
 def _example(data: Data) -> Tensor:

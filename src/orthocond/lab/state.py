@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from orthocond.lab.config import Config
 from orthocond.lab.data import Data, Part
-from orthocond.lab.network import network, pre_svd_layer
+from orthocond.lab.network import network, pre_svd_parameters
 from orthocond.lab.randomness import random_state, seed_all, set_random_state
 from orthocond.lab.records import last_step
 from orthocond.lab.runs import RunError, RunFolder, read_status, start_over_command
@@ -154,8 +154,8 @@ class RunState:
 def _optimizer(config: Config, network: nn.Module, data: Data) -> torch.optim.Optimizer:
     """Return the optimizer of a configuration for a network; the Pre-SVD layer's parameters are in the last group."""
     groups: list[dict[str, Any]] = [{"params": list(network.parameters())}]
-    if config.pre_svd_rate is not None:
-        treated = list(pre_svd_layer(network, data).parameters())
+    if config.pre_svd_rate is not None and config.method != "bn":
+        treated = pre_svd_parameters(network, data)
         others = [parameter for parameter in network.parameters() if all(parameter is not each for each in treated)]
         groups = [{"params": others}, {"params": treated, "lr": config.pre_svd_rate}]
     options: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}

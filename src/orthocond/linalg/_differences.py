@@ -60,7 +60,7 @@ def split(
     if is_clamped(function):
         bound = torch.zeros_like(eigenvalues[..., :1]) + eps  # a tensor: `torch.compile` would make a number a constant
         parts = split(eigenvalues, eps, rtol, floor)
-        raised = torch.maximum(eigenvalues, bound)
+        raised = torch.maximum(eigenvalues, bound.clamp(min=SMALLEST))
         points = raised if parts.kept is None else torch.where(parts.kept, raised, 1.0)
         return Split(eigenvalues, points, parts.kept, parts.cutoff, bound)  # torch 2.8 can't compile _replace
     if rtol is None and spectral_function(function)[0].whole_line:

@@ -91,9 +91,10 @@ class _Call:
 
 
 def _function(A: Tensor, call: _Call) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Return the function of ``A``, and for the derivative the matrix ``B``, the signed ``s`` of a root, and the split.
+    """Return the function of ``A``, and what the derivative needs.
 
-    Where there is no ``s``, it is the eigenvectors that are in the place of ``B``.
+    That is ``A``, its eigenvalues, the matrix ``B``, the signed ``s`` of a root, the points at which the function is
+    taken, and what is kept, with its cutoff. Where there is no ``s``, the eigenvectors are in the place of ``B``.
     """
     function, eps, rtol, floor = call.function, call.eps, call.rtol, call.floor
     entry, options = spectral_function(function)
@@ -126,7 +127,7 @@ def _function(A: Tensor, call: _Call) -> tuple[Tensor, tuple[Tensor | None, ...]
         result = (U * (f if kept is None else f * kept)).mm(U.mT)
     # A view before it is narrowed is none after it, and can be changed in place.
     result = result.float() if is_one else result.view_as(A).float()
-    call.eigenvalues = eigenvalues if is_one else eigenvalues.view(*A.shape[:-1])  # numbers are read faster
+    call.eigenvalues = eigenvalues if is_one else eigenvalues.view(A.shape[:-1])
     return result if fits else finite(result), (A, eigenvalues, U, s, points, kept, cutoff)
 
 

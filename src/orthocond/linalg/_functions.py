@@ -12,8 +12,8 @@ like that they cancel where eigenvalues are close, so an entry of `FUNCTIONS` gi
     exp:       e^m (1 - e^(-d)) / d
 
 Numerator and denominator see the same rounded ``t``, and their quotient is a smooth function of it, so an error of
-``t`` counts as it is and is not divided by ``t``. No two numbers of float64 have ``t/2`` above 709, where sinh would
-overflow. For a power above 1 or below -1 ``sinh(pt/2)`` may, so there it is
+``t`` counts as it is and is not divided by ``t``. No two normal numbers of float64 have ``t/2`` above 710, where sinh
+would overflow. For a power above 1 or below -1 ``sinh(pt/2)`` may, so there it is
 
     m^(p-1) (1 - e^(-pt)) / (1 - e^(-t)),  for p < 0  -s^p / m (1 - e^(pt)) / (1 - e^(-t))
 
@@ -143,7 +143,8 @@ def _inv_sqrt_second(l: Tensor, G: Tensor, H: Tensor) -> Tensor:
 
 def _power(l: Tensor, exponent: float) -> Tensor:
     power = l.pow(exponent)
-    return power if abs(exponent) <= 0.75 else power.clamp_(max=_HUGE)  # below that no power of float64 is as large
+    # Up to that exponent no power of a normal number is as large.
+    return power if abs(exponent) <= 0.75 else power.clamp_(max=_HUGE)
 
 
 def _half_log_gaps(l: Tensor) -> Tensor:

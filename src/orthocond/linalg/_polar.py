@@ -154,7 +154,7 @@ def _polar(A: Tensor, solver: str, rtol: float, options: list[float]) -> Tensor:
     entry = POLAR_SOLVERS[solver]
     if not A.is_meta and not (solver == "gram" and _is_one(A)):  # there, the decomposition looks at it
         check_finite(A)
-    return entry.solve(A, rtol, *options).to(A.dtype)
+    return entry.solve(A, rtol, *options).to(A)
 
 
 def _is_constant(A: Tensor) -> bool:

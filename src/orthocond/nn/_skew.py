@@ -120,6 +120,10 @@ class SkewOrthogonalConv2d(nn.Conv2d):
         channels = self.out_channels
         return (self._convolve(term, kernel[:channels]) + later[:, :channels]).add_(padded[:, :channels], alpha=first)
 
+    def extra_repr(self) -> str:
+        """Return what differs from other convolutions."""
+        return f"{super().extra_repr()}, normalize={self.normalize}, tolerance={self.tolerance:.1g}"
+
     def get_extra_state(self) -> dict[str, int]:
         """Return the part of the state that is not a tensor."""
         return {"norm_bound": self.norm_bound}
