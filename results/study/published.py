@@ -39,9 +39,8 @@ def collect(data_folder: str, runs: Path) -> None:
         line, columns = summary(folder, {"method": config.method, "seed": config.seed})
         data = load_data(config)
         model = trained(config, data, folder)
-        running = error(model, data)
         renew(model, data)
-        lines.append({**about, **line, "evaluated": running, "renewed": error(model, data)})
+        lines.append({**about, **line, "renewed": error(model, data)})
         curves += [{**about, **point} for point in _curve(columns)]
         print(lines[-1], flush=True)
         write("published", sorted(lines, key=_place))
