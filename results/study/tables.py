@@ -124,7 +124,10 @@ def summary_table(runs: list[Record]) -> Table:
         found = groups(records, experiment)
         for group, difference, verdict in compared(found, name=value) if found else ():
             mark = {"beyond": "**", "borderline": "*"}.get(verdict, "")
-            cell = f"{group.mean_std(value)} ({len(group.runs)})" if group.method == "svd" else difference
+            num_seeds = len(group.runs)
+            cell = group.mean_std(value) if group.method == "svd" else difference
+            if group.method == "svd" or num_seeds < max(len(each.runs) for each in found):
+                cell = f"{cell} ({num_seeds})"
             differences.setdefault(group.method, {})[title] = f"{mark}{cell}{mark}"
     rows = [
         [method, *(differences[method].get(title, "") for title in SUMMARY)]
