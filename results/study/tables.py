@@ -93,9 +93,8 @@ def published_table(experiment: str) -> Table:
     found = groups(read("published"), experiment)
     curves = groups(read("published_curves"), experiment)
     rows = []
-    for (group, *running), (_, *renewed), curve in zip(
-        compared(found), compared(found, name="renewed"), curves, strict=True
-    ):
+    both = zip(compared(found), compared(found, name="renewed"), curves, strict=True) if found else ()
+    for (group, *running), (_, *renewed), curve in both:
         rows.append(
             [
                 group.method,

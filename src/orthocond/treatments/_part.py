@@ -136,7 +136,7 @@ class Part:
 
         Example:
             >>> from orthocond.treatments import OrthogonalWeight
-            >>> OrthogonalWeight(kind="kernel").spelled({"kind": "operator", "normalize": True})
+            >>> OrthogonalWeight(kind="kernel").spelled(OrthogonalWeight(kind="operator").options)
             'ow(kind=kernel)'
         """
         items = (f"{name}={spelled(value)}" for name, value in self.options.items() if value != defaults[name])
