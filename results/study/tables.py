@@ -92,6 +92,7 @@ def published_table(experiment: str) -> Table:
     """Return errors with the running statistics and with renewed ones, training loss and condition numbers."""
     found = groups(read("published"), experiment)
     curves = groups(read("published_curves"), experiment)
+    measure, title = ("cond_eps", "cond with eps") if experiment == "published" else ("cond_support", "on the support")
     rows = []
     both = zip(compared(found), compared(found, name="renewed"), curves, strict=True) if found else ()
     for (group, *running), (_, *renewed), curve in both:
@@ -104,13 +105,13 @@ def published_table(experiment: str) -> Table:
                 group.mean_std("renewed"),
                 *renewed,
                 group.mean("loss_4", "{:.3f}"),
-                group.condition("cond_eps"),
+                group.condition(measure),
                 curve.condition("cond_floor"),
             ]
         )
     told = ["difference to svd", "seeds' noise"]
     header = ["method", "seeds", "error %, running statistics", *told, "renewed statistics", *told]
-    return [*header, "training loss at the end", "cond with eps", "cond with the floor"], rows
+    return [*header, "training loss at the end", title, "cond with the floor"], rows
 
 
 def summary_table(runs: list[Record]) -> Table:
