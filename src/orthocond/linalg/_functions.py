@@ -148,12 +148,12 @@ def _power(l: Tensor, exponent: float) -> Tensor:
 
 
 def _half_log_gaps(l: Tensor) -> Tensor:
-    """Return ``t/2`` with a sign, of which the quotients are even functions."""
+    """Return the signed ``t/2`` of every pair; the quotients are even functions of it, so the sign does not matter."""
     half = l.log().mul_(0.5)
     return (half.unsqueeze(-1) - (half if half.ndim == 1 else half.unsqueeze(-2))).add_(_TINY)
 
 
-def _multiplied(b: Tensor, D: Tensor) -> Tensor:
+def _differences_by_factors(b: Tensor, D: Tensor) -> Tensor:
     """Return ``b_i^2 b_j^2 / D_ij``."""
     squared = b * b
     return (squared.unsqueeze(-1) * squared.unsqueeze(-2)).div_(D)
@@ -170,7 +170,7 @@ def _power_factors(l: Tensor, exponent: float) -> tuple[Tensor, Tensor] | None:
 def _power_first(l: Tensor, exponent: float) -> Tensor:
     factors = _power_factors(l, exponent)
     if factors is not None:
-        return _multiplied(*factors)
+        return _differences_by_factors(*factors)
     t = _half_log_gaps(l).abs_().mul_(-2)
     ratio = (t * abs(exponent)).expm1_().div_(t.expm1_())
     if exponent < 0:  # s^p is the larger of the two powers
@@ -184,7 +184,7 @@ def _log_factors(l: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log_first(l: Tensor) -> Tensor:
-    return _multiplied(*_log_factors(l))
+    return _differences_by_factors(*_log_factors(l))
 
 
 def _exp(l: Tensor) -> Tensor:
