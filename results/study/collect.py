@@ -4,7 +4,7 @@
 
 From the run folders to the files beside this one: `runs.csv` has a line for each run, `curves.csv` the condition
 numbers over the steps, and each experiment its report as CSV and JSON. What the files have of experiments that are not
-in RUNS stays.
+in RUNS stays. Experiments of the paper's own configuration are left to `published.py`.
 """
 
 import json
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
-from records import CONDITIONS, HERE, QUARTERS, THRESHOLD, Record, read_text, write
+from records import CONDITIONS, HERE, PUBLISHED, QUARTERS, THRESHOLD, Record, read_text, write
 
 from orthocond.lab.report import write_report
 from orthocond.lab.report.folders import method_order
@@ -29,7 +29,7 @@ BIN = 10
 def collect(runs: Path) -> None:
     """Write what is kept of the run folders."""
     lines, curves = [], []
-    for experiment in sorted(path for path in runs.iterdir() if path.is_dir()):
+    for experiment in sorted(path for path in runs.iterdir() if path.is_dir() and not path.name.startswith(PUBLISHED)):
         by_method: dict[str, list[dict[str, np.ndarray]]] = defaultdict(list)
         for folder in sorted(experiment.glob("*/seed-*")):
             status = json.loads((folder / "status.json").read_text())

@@ -15,14 +15,13 @@ import numpy as np
 import torch
 from collect import digits, median, summary
 from evaluated import error, renew, trained
-from records import HERE, Record, read_text, write
+from records import HERE, PUBLISHED, Record, read_text, write
 
 from orthocond.lab.config import changed
 from orthocond.lab.data import load_data
 from orthocond.lab.report.folders import method_order
 from orthocond.lab.runs import read_config, read_status
 
-PREFIX = "published"
 BIN = 100
 MEASURES = ("cond_eps", "cond_floor", "cond_support")
 
@@ -31,7 +30,7 @@ def collect(data_folder: str, runs: Path) -> None:
     torch.set_num_threads(1)
     lines, curves = _committed("published"), _committed("published_curves")
     known = {_key(line) for line in lines}
-    for folder in sorted(runs.glob(f"{PREFIX}*/*/seed-*")):
+    for folder in sorted(runs.glob(f"{PUBLISHED}*/*/seed-*")):
         config = changed(read_config(folder), {"data": data_folder})
         about = {"experiment": folder.parts[-3], "method": config.method, "seed": config.seed}
         if _key(about) in known or read_status(folder)["state"] != "finished":

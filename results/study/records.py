@@ -18,6 +18,9 @@ QUARTERS = ("loss_1", "loss_2", "loss_3", "loss_4")
 THRESHOLD = 10.0
 """Of gauge."""
 
+PUBLISHED = "published"
+"""How the names of experiments in the paper's own configuration begin."""
+
 Record = dict[str, Any]
 
 

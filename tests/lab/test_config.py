@@ -181,6 +181,7 @@ def test_eps_as_a_floor_is_a_setting_and_a_method():
     for settings, solver in [
         ({}, "eigh(clamp=true)"),
         ({"solver": "svd"}, "svd(clamp=true)"),
+        ({"solver": "eigh(wide=false)"}, "eigh(wide=false, clamp=true)"),
         ({"solver": "svd(clamp=true)", "method": "svd", "eps": 0.5}, "svd(clamp=true)"),
         ({"solver": "svd", "method": "svd"}, "svd"),
     ]:

@@ -80,7 +80,7 @@ def test_compile_without_a_graph_break(solver, rtol):
         assert torch.allclose(direct, traced, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("solver", [*SOLVERS, "eigh(clamp=true)"])
+@pytest.mark.parametrize("solver", [*SOLVERS, "eigh(clamp=true)", "eigh(wide=false)"])
 def test_compile_of_the_pair_with_changing_eps(solver):
     """Each eps gets its own value, and from the second on all share one graph."""
     torch.compiler.reset()  # what other tests compiled of the same functions counts towards the limit

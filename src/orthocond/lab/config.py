@@ -15,7 +15,7 @@ from orthocond.lab.methods import method
 from orthocond.lab.models import MODELS
 from orthocond.linalg import GRADIENTS, SOLVERS
 from orthocond.nn import CovariancePool2d
-from orthocond.treatments import TREATMENTS, canonical, split_outside
+from orthocond.treatments import TREATMENTS, canonical, parsed_choice, split_outside
 
 __all__ = [
     "OPTIMIZERS",
@@ -242,7 +242,9 @@ def solver_of(config: Config) -> str | None:
         return None
     solver = found.get("svd" if default == "eigh" else default, default)
     if chosen.clamp:
-        solver = f"{solver.partition('(')[0]}(clamp=true)"
+        base, options = parsed_choice(solver)
+        options["clamp"] = "true"
+        solver = f"{base}({', '.join(f'{option}={value}' for option, value in options.items())})"
     if CovariancePool2d(solver=solver).clamp and not chosen.options.get("eps", config.eps):
         raise ArgumentError(
             f"{config.method!r} with the solver {solver} has no eps to raise eigenvalues to; give one, e.g. --eps 1e-2."

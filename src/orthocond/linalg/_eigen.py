@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from orthocond._core.applying import applied, with_forward_mode
-from orthocond._core.precision import autocast_off, finite, narrow, widen
+from orthocond._core.precision import at_least_float32, autocast_off, finite, narrow, real_dtype, widen
 from orthocond._core.registry import resolve
 from orthocond.errors import GradientError
 from orthocond.linalg._decompose import check_finite, decompose
@@ -54,17 +54,19 @@ def eigen_functions(
     eps: float,
     rtol: float | None,
     floor: Tensor | None = None,
+    wide: bool = True,
     stored: torch.dtype | None = None,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return ``f(A + eps I)`` for each of ``functions``, and the eigenvalues of ``A``, detached and ascending.
 
     A clamped function takes ``eps`` as a bound instead. ``rtol`` and ``floor`` say which eigenvalues are dropped, as in
-    `split`. ``stored`` is the dtype that ``A`` may have been rounded to before, if it isn't its own: what that explains
-    is not warned of.
+    `split`. With ``wide`` the decomposition is in float64, otherwise in the dtype of ``A``, float32 at least; what
+    follows from it is in float64 either way. ``stored`` is the dtype that ``A`` may have been rounded to before, if it
+    isn't its own: what that explains is not warned of.
     """
     noise = noise_of(stored or A.dtype)
     with autocast_off(A.device):
-        *results, eigenvalues, _ = applied(_Spectral, A, floor, functions, method, noise, gradient, eps, rtol)
+        *results, eigenvalues, _ = applied(_Spectral, A, floor, functions, method, noise, wide, gradient, eps, rtol)
     return tuple(results), eigenvalues
 
 
@@ -86,7 +88,9 @@ def derivative(
 
 def eigen_vjp(A: Tensor, function: Chosen, G: Tensor, *, rtol: float) -> tuple[Tensor, Tensor]:
     """Return ``f(A)`` and its derivative applied to ``G``, both differentiable again."""
-    value, eigenvalues, U = applied(_Spectral, A, None, (function,), "eigh", noise_of(A.dtype), "exact", 0.0, rtol)
+    value, eigenvalues, U = applied(
+        _Spectral, A, None, (function,), "eigh", noise_of(A.dtype), True, "exact", 0.0, rtol
+    )
     return value, applied(_Derivative, A, G, eigenvalues, U, None, function, "exact", 0.0, rtol)
 
 
@@ -94,7 +98,7 @@ def eigen_derivatives(
     A: Tensor, function: Chosen, G: Tensor, H: Tensor, *, eps: float, rtol: float | None, floor: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``D1(A + eps I)[G]``, ``D1(A + eps I)[H]`` and ``D2(A + eps I)[G, H]``, all differentiable again."""
-    _, eigenvalues, U = applied(_Spectral, A, floor, (function,), "eigh", noise_of(A.dtype), "exact", eps, rtol)
+    _, eigenvalues, U = applied(_Spectral, A, floor, (function,), "eigh", noise_of(A.dtype), True, "exact", eps, rtol)
     first = (applied(_Derivative, A, each, eigenvalues, U, floor, function, "exact", eps, rtol) for each in (G, H))
     return *first, applied(_SecondDerivative, A, G, H, eigenvalues, U, floor, function, eps, rtol)
 
@@ -176,13 +180,16 @@ class _Spectral(torch.autograd.Function):
         functions: tuple[Chosen, ...],
         method: str,
         noise: float,
+        wide: bool,
         gradient: str,
         eps: float,
         rtol: float | None,
     ) -> tuple[Tensor, ...]:
-        wide, asymmetry = wide_symmetric(A)
+        part, asymmetry = wide_symmetric(A)
         semidefinite = not spectral_function(functions[0])[0].whole_line
-        eigenvalues, U = decompose(wide, method, asymmetry=asymmetry, noise=noise, semidefinite=semidefinite)
+        decomposed = part if wide else part.to(A.device, at_least_float32(A.dtype))
+        eigenvalues, U = decompose(decomposed, method, asymmetry=asymmetry, noise=noise, semidefinite=semidefinite)
+        eigenvalues, U = eigenvalues.to(part.device, real_dtype(part.dtype)), U.to(part)
         parts = _parts(eigenvalues, floor, eps, rtol, functions[0])
         results = (function_of(U, parts, function) for function in functions)
         if fit(A.dtype, functions, eps, rtol):
@@ -191,7 +198,7 @@ class _Spectral(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Context, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        A, floor, ctx.functions, _, _, *ctx.options = inputs
+        A, floor, ctx.functions, _, _, _, *ctx.options = inputs
         *_, eigenvalues, U = output
         ctx.mark_non_differentiable(eigenvalues, U)
         _save(ctx, A, eigenvalues, U, floor)
@@ -207,7 +214,7 @@ class _Spectral(torch.autograd.Function):
                     total = part if total is None else total + part
             # The parts may exceed what a half type holds where their sum doesn't, so it is narrowed alone.
             to_A = None if total is None else narrow(total, A)
-        return to_A, None, None, None, None, None, None, None
+        return to_A, *((None,) * 8)
 
     @staticmethod
     def tangent(ctx: Context, saved: Saved, direction: Tensor, *_: None) -> tuple[Tensor | None, ...]:
@@ -428,7 +435,7 @@ def _third_derivative(
     root = -second(G, _twice(Y, Z)) - second(H, _twice(X, Z)) - second(K, _twice(X, Y))
     if function == SQRT:
         return root
-    (S, *_) = applied(_Spectral, widen(A), floor, (INV_SQRT,), "eigh", noise_of(A.dtype), "exact", eps, rtol)
+    (S, *_) = applied(_Spectral, widen(A), floor, (INV_SQRT,), "eigh", noise_of(A.dtype), True, "exact", eps, rtol)
     XY, XZ, YZ = second(G, H), second(G, K), second(H, K)
     # d(S) = -S Z S in each factor of D2[G, H] = S (Y S X + X S Y - XY) S.
     inner = _twice(YZ, X, S) + _twice(XZ, Y, S) + _twice(XY, Z, S) - root

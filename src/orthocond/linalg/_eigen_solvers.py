@@ -50,13 +50,16 @@ def by_eigenvalues(
     eps: float,
     rtol: float | None,
     floor: Tensor | None = None,
+    wide: bool = True,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return ``f(A + eps I)`` for each of ``functions``, and the eigenvalues of ``A``, detached and ascending.
 
-    ``rtol`` and ``floor`` say which eigenvalues are dropped, as in `split`.
+    ``rtol`` and ``floor`` say which eigenvalues are dropped, as in `split`; ``wide`` is as in `eigen_functions`.
     """
-    if not _is_usual(A, functions, method, gradient):
-        return eigen_functions(A, functions, method=method, gradient=gradient, eps=eps, rtol=rtol, floor=floor)
+    if not (wide and _is_usual(A, functions, method, gradient)):
+        return eigen_functions(
+            A, functions, method=method, gradient=gradient, eps=eps, rtol=rtol, floor=floor, wide=wide
+        )
     call = _Call(functions[0], eps, rtol, floor)
     if A.requires_grad and torch.is_grad_enabled():
         result = super(torch.autograd.Function, _Function).apply(A, call)  # the C code that `applied` calls, too
@@ -175,17 +178,18 @@ EIGEN_SOLVERS = (
     Solver(
         "eigh",
         "Symmetric eigendecomposition, in float64 inside where the device has it: the most accurate and the default. "
-        "With clamp=true eps is a floor, max(l, eps), instead of a shift.",
+        "With clamp=true eps is a floor, max(l, eps), instead of a shift. With wide=false a float32 matrix is "
+        "decomposed in float32, for GPUs with slow float64: eigenvalues below 1e-6 of the largest are then noise.",
         "LAPACK syevd; gradient by Daleckii and Krein",
-        {"clamp": False},
+        {"clamp": False, "wide": True},
         solve=functools.partial(by_eigenvalues, method="eigh"),
     ),
     Solver(
         "svd",
         "Singular value decomposition, in float64 inside where the device has it: as accurate as eigh, twice its time. "
-        "With clamp=true eps is a floor, max(l, eps), instead of a shift.",
+        "clamp and wide are those of eigh.",
         "LAPACK gesdd; the paper's solver",
-        {"clamp": False},
+        {"clamp": False, "wide": True},
         solve=functools.partial(by_eigenvalues, method="svd"),
     ),
 )

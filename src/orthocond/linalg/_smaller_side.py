@@ -31,7 +31,7 @@ from orthocond._core.onednn import is_faster, linear
 from orthocond._core.overriding import overridable
 from orthocond._core.precision import autocast_off, finite, finite_, lift, narrow, widen
 from orthocond.linalg._covariance import check_samples, covariance, noise_floor, trace
-from orthocond.linalg._decompose import DECOMPOSITIONS, decompose
+from orthocond.linalg._decompose import decompose
 from orthocond.linalg._differences import Split, first_differences, most_dropped, split, values
 from orthocond.linalg._eigen import Context, batched, eigen_derivatives, product
 from orthocond.linalg._functions import SQRT, Chosen, is_clamped
@@ -67,7 +67,7 @@ def covariance_sqrth(
         X: features ``(..., d, N)`` with the samples last, real or complex; in general the samples lie along ``dim`` and
             the features along the last of the other dimensions, as in `covariance`.
         dim: the dimension of the samples.
-        solver: one of `SOLVERS`; those without eigenvalues use the covariance itself.
+        solver: one of `SOLVERS`; those without eigenvalues, and ``wide=false``, use the covariance itself.
         gradient: one of `GRADIENTS`; the rules other than ``"exact"`` use the covariance itself.
         eps: added to the eigenvalues; a floor for them with ``solver="eigh(clamp=true)"``.
         rtol: as in `matrix_sqrth`, of the ``d`` eigenvalues of the covariance.
@@ -115,8 +115,8 @@ def spectral_of_samples(
     With ``upper`` a value from the smaller side, without a covariance, is the upper triangle alone, row by row:
     ``(..., d (d + 1) / 2)``.
     """
-    entry, _, (chosen,), cut = resolved(caller, X.mT, (function,), solver, gradient, eps, rtol)
-    is_covered = entry.name in DECOMPOSITIONS and gradient == "exact" and not private.forward_mode_is_on()
+    entry, choices, (chosen,), cut = resolved(caller, X.mT, (function,), solver, gradient, eps, rtol)
+    is_covered = choices.get("wide", False) and gradient == "exact" and not private.forward_mode_is_on()
     with autocast_off(X.device):
         samples = lift(X)  # a half type would overflow where its features don't
         is_half = samples.dtype != X.dtype
