@@ -16,11 +16,19 @@ PAPER = {"newton_schulz": "1e5", "svd": "1e12", "svd+sn": "1e5", "svd+nog": "1e6
 CUTS = {
     "svd, rtol 1e-4": ("stem64", "svd"),
     "svd, rtol 2e-5": ("stem64-lower-rtol", "svd"),
-    "svd+gauge, rtol 1e-4": ("stem64", "svd+gauge"),
     "svd+ow, rtol 1e-4": ("stem64", "svd+ow"),
     "svd+ow, rtol 3e-4": ("stem64-higher-rtol", "svd+ow"),
 }
 """Methods on the stem of 64 channels that keep more or fewer directions, by the cut."""
+GAUGED = {
+    "svd, rtol 1e-4": ("gauged64", "svd"),
+    "svd, rtol 2e-5": ("gauged64", "svd(rtol=2e-5)"),
+    "svd+gauge, rtol 1e-4": ("gauged64", "svd+gauge"),
+    "svd+gauge, rtol 2e-4": ("gauged64", "svd(rtol=0.0002)+gauge"),
+    "svd+gauge, rtol 3e-4": ("gauged64", "svd(rtol=0.0003)+gauge"),
+    "svd+gauge, rtol 5e-4": ("gauged64", "svd(rtol=0.0005)+gauge"),
+}
+"""Cuts with and without gauge, on seeds of their own."""
 REASONS = {
     "stem16": "16 channels, 1,000 steps",
     "longer": "16 channels, 5,000 steps",
@@ -46,6 +54,13 @@ SUMMARY = {
     "16 channels, 1,000 steps": ("stem16", "error"),
 }
 """Settings of the summary: the experiment, and the error that is compared."""
+INEXACT = {
+    "published-iterations-5": "5 iterations",
+    "published-iterations-8": "8 iterations",
+    "published-iterations-12": "12 iterations",
+    "published-float32": "`eigh` in float32",
+}
+"""Experiments with solvers that are not exact."""
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -88,13 +103,15 @@ def sweep_table(runs: list[Record], experiment: str) -> Table:
     return [*header, "rank", "failures"], rows
 
 
-def published_table(experiment: str) -> Table:
+def published_table(experiment: str, control: str = "svd") -> Table:
     """Return errors with the running statistics and with renewed ones, training loss and condition numbers."""
     found = groups(read("published"), experiment)
     curves = groups(read("published_curves"), experiment)
-    measure, title = ("cond_eps", "cond with eps") if experiment == "published" else ("cond_support", "on the support")
+    measure, title = (
+        ("cond_support", "on the support") if experiment == "published-defaults" else ("cond_eps", "cond with eps")
+    )
     rows = []
-    both = zip(compared(found), compared(found, name="renewed"), curves, strict=True) if found else ()
+    both = zip(compared(found, control), compared(found, control, "renewed"), curves, strict=True) if found else ()
     for (group, *running), (_, *renewed), curve in both:
         rows.append(
             [
@@ -109,9 +126,32 @@ def published_table(experiment: str) -> Table:
                 curve.condition("cond_floor"),
             ]
         )
-    told = ["difference to svd", "seeds' noise"]
+    told = [f"difference to {control}", "seeds' noise"]
     header = ["method", "seeds", "error %, running statistics", *told, "renewed statistics", *told]
     return [*header, "training loss at the end", title, "cond with the floor"], rows
+
+
+def inexact_table(_: list[Record]) -> Table:
+    """Return what treatments do for solvers that are not exact, each against the same solver alone."""
+    rows: list[list[str]] = []
+    for experiment, title in INEXACT.items():
+        control = "svd" if experiment == "published-float32" else "newton_schulz"
+        header, own = published_table(experiment, control)
+        rows += [[title, *row] for row in own]
+    return ["solver", *(name.replace(f"to {control}", "to the solver alone") for name in header)], rows
+
+
+def rates_table(_: list[Record]) -> Table:
+    """Return the errors with each learning rate of the stem."""
+    prefix = "published-rate-"
+    found = [run for run in read("published") if run["experiment"].startswith(prefix)]
+    rows = []
+    for (method, experiment), own in grouped(found, "method", "experiment").items():
+        errors = [text.mean_std(Estimate.of([run[name] for run in own])) for name in ("error", "renewed")]
+        loss = sum(run["loss_4"] for run in own) / len(own)
+        rows.append([method, experiment.removeprefix(prefix), *errors, f"{loss:.3f}", str(len(own))])
+    header = ["method", "rate of the stem", "error %, running statistics", "renewed statistics"]
+    return [*header, "training loss at the end", "seeds"], sorted(rows, key=lambda row: method_order(row[0]))
 
 
 def summary_table(runs: list[Record]) -> Table:
@@ -132,7 +172,6 @@ def summary_table(runs: list[Record]) -> Table:
     rows = [
         [method, *(differences[method].get(title, "") for title in SUMMARY)]
         for method in sorted(differences, key=method_order)
-        if len(differences[method]) > 1
     ]
     return ["method", *SUMMARY], sorted(rows, key=lambda row: row[0] != "svd")
 
@@ -200,12 +239,12 @@ def losses_table(runs: list[Record], experiment: str) -> Table:
     return ["method", "steps 1 to 250", "251 to 500", "501 to 750", "751 to 1000"], rows
 
 
-def rank_table(runs: list[Record], names: Iterable[str], control: str) -> Table:
-    """Return how methods differ from one that keeps as many directions, or other ones."""
-    base = Group(runs, *CUTS[control])
+def rank_table(runs: list[Record], cuts: dict[str, tuple[str, str]], control: str) -> Table:
+    """Return how methods that keep more or fewer directions differ from one of them."""
+    base = Group(runs, *cuts[control])
     rows = []
-    for name in names:
-        group = Group(runs, *CUTS[name])
+    for name, place in cuts.items():
+        group = Group(runs, *place)
         differences = [text.difference(None)] * 2
         if name != control:
             error, loss = (
@@ -327,10 +366,8 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
     "losses16": lambda runs: losses_table(runs, "stem16"),
     "losses64": lambda runs: losses_table(runs, "stem64"),
     "products": products_table,
-    "rank": lambda runs: rank_table(
-        runs, ("svd, rtol 1e-4", "svd, rtol 2e-5", "svd+gauge, rtol 1e-4"), "svd, rtol 2e-5"
-    ),
-    "cuts": lambda runs: rank_table(runs, [name for name in CUTS if "gauge" not in name], "svd, rtol 1e-4"),
+    "cuts": lambda runs: rank_table(runs, CUTS, "svd, rtol 1e-4"),
+    "gauged": lambda runs: rank_table(runs, GAUGED, "svd, rtol 1e-4"),
     "claims": claims_table,
     "switch": switch_table,
     "changes": changes_table,
@@ -341,6 +378,8 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
     "summary": summary_table,
     "published": lambda _: published_table("published"),
     "published-defaults": lambda _: published_table("published-defaults"),
+    "inexact": inexact_table,
+    "rates": rates_table,
 }
 
 

@@ -55,6 +55,7 @@ class Gauge(Part):
     r"""Replaces the weight by :math:`c P^{-1/2} W` where the covariance :math:`P` is ill conditioned.
 
     See docs/gauge.md. The whitening layer after it gives the same outputs, and the covariance becomes :math:`c^2 I`.
+    Directions that the layer keeps become equally strong, so let it drop the weakest: ``rtol=2e-4`` is a good cut.
 
     Args:
         threshold: the condition number above which it acts.
