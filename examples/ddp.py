@@ -3,6 +3,8 @@
 torchrun --nproc_per_node=2 examples/ddp.py
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -44,6 +46,6 @@ sums = [torch.zeros_like(total) for _ in range(dist.get_world_size())]
 dist.all_gather(sums, total)
 if dist.get_rank() == 0:
     print("the same weights on all processes:", all(torch.equal(value, sums[0]) for value in sums))
-# Nothing holds the group any more, so its threads end here: one that outlives the interpreter would abort the process.
-dist.barrier()
+# With nothing left that holds the process group, its threads end here. At exit they could abort the process.
+gc.collect()
 dist.destroy_process_group()

@@ -3,9 +3,11 @@
 python examples/with_lightning.py [processes] [folder]
 """
 
+import gc
 import sys
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
@@ -36,26 +38,34 @@ class Digits(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2)]
 
 
-seed_everything(0, verbose=False)
-images, labels = load_digits(return_X_y=True)
-data = TensorDataset(torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels))
-conditions, treatment = ConditionCallback(), TreatmentCallback("conv", "nog+ow+olr")
-trainer = Trainer(
-    accelerator="cpu",
-    devices=processes,
-    strategy="ddp" if processes > 1 else "auto",
-    max_epochs=2,
-    log_every_n_steps=5,
-    logger=CSVLogger(folder),
-    callbacks=[conditions, treatment],
-    enable_progress_bar=False,
-    enable_model_summary=False,
-)
-model = Digits()
-trainer.fit(model, DataLoader(data, batch_size=64, shuffle=True, drop_last=True))
+def main() -> None:
+    seed_everything(0, verbose=False)
+    images, labels = load_digits(return_X_y=True)
+    data = TensorDataset(torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels))
+    conditions, treatment = ConditionCallback(), TreatmentCallback("conv", "nog+ow+olr")
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=processes,
+        strategy="ddp" if processes > 1 else "auto",
+        max_epochs=2,
+        log_every_n_steps=5,
+        logger=CSVLogger(folder),
+        callbacks=[conditions, treatment],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Digits()
+    trainer.fit(model, DataLoader(data, batch_size=64, shuffle=True, drop_last=True))
 
-total = trainer.strategy.all_gather(model.conv.weight.detach().sum())
-if trainer.is_global_zero:
-    print(conditions.monitor)
-    print("last step:", treatment.treatment.last)
-    print("the same weights on all processes:", bool((total == total.reshape(-1)[0]).all()))
+    total = trainer.strategy.all_gather(model.conv.weight.detach().sum())
+    if trainer.is_global_zero:
+        print(conditions.monitor)
+        print("last step:", treatment.treatment.last)
+        print("the same weights on all processes:", bool((total == total.reshape(-1)[0]).all()))
+
+
+main()
+# With nothing left that holds the process group, its threads end here. At exit they could abort the process.
+gc.collect()
+if dist.is_initialized():
+    dist.destroy_process_group()
