@@ -2,6 +2,7 @@
 
 import math
 import re
+import statistics
 from collections.abc import Callable, Iterable
 
 from records import CONDITIONS, QUARTERS, Group, Record, grouped, groups, read
@@ -61,6 +62,10 @@ INEXACT = {
     "published-float32": "`eigh` in float32",
 }
 """Experiments with solvers that are not exact."""
+RATE, UNCHANGED = "published-rate-", "published"
+"""Experiments with a learning rate of the stem, and the one in which it is that of the other layers, 0.1."""
+CHOICE_SEED = 450
+"""The first of the seeds on which the rates were chosen; those below are compared."""
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -105,8 +110,8 @@ def sweep_table(runs: list[Record], experiment: str) -> Table:
 
 def published_table(experiment: str, control: str = "svd") -> Table:
     """Return errors with the running statistics and with renewed ones, training loss and condition numbers."""
-    found = groups(read("published"), experiment)
-    curves = groups(read("published_curves"), experiment)
+    found = groups(published_records("published"), experiment)
+    curves = groups(published_records("published_curves"), experiment)
     measure, title = (
         ("cond_support", "on the support") if experiment == "published-defaults" else ("cond_eps", "cond with eps")
     )
@@ -142,23 +147,45 @@ def inexact_table(_: list[Record]) -> Table:
 
 
 def rates_table(_: list[Record]) -> Table:
-    """Return the errors with each learning rate of the stem."""
-    prefix = "published-rate-"
-    found = [run for run in read("published") if run["experiment"].startswith(prefix)]
+    """Return the errors with each learning rate of the stem, on the seeds that it was chosen on."""
     rows = []
-    for (method, experiment), own in grouped(found, "method", "experiment").items():
+    for (method, experiment), own in grouped(_choosing(), "method", "experiment").items():
         errors = [text.mean_std(Estimate.of([run[name] for run in own])) for name in ("error", "renewed")]
         loss = sum(run["loss_4"] for run in own) / len(own)
-        rows.append([method, experiment.removeprefix(prefix), *errors, f"{loss:.3f}", str(len(own))])
+        rows.append([method, experiment.removeprefix(RATE), *errors, f"{loss:.3f}", str(len(own))])
     header = ["method", "rate of the stem", "error %, running statistics", "renewed statistics"]
     return [*header, "training loss at the end", "seeds"], sorted(rows, key=lambda row: method_order(row[0]))
 
 
+def chosen_rates() -> dict[str, str]:
+    """Return for each method the experiment with the rate of the lowest mean error, on the seeds for that choice."""
+    means: dict[str, dict[str, float]] = {}
+    for (method, experiment), own in grouped(_choosing(), "method", "experiment").items():
+        means.setdefault(method, {})[experiment] = statistics.mean(run["error"] for run in own)
+    return {method: min(errors, key=errors.__getitem__) for method, errors in means.items()}
+
+
+def published_records(name: str) -> list[Record]:
+    """Return the committed records, and as experiment ``tuned`` each method with its chosen rate on fresh seeds."""
+    records, chosen = read(name), chosen_rates()
+    places = {(UNCHANGED if rate == f"{RATE}0.1" else rate, method) for method, rate in chosen.items()}
+    fresh = [
+        {**record, "experiment": "tuned"}
+        for record in records
+        if (record["experiment"], record["method"]) in places and record["seed"] < CHOICE_SEED
+    ]
+    return records + fresh
+
+
+def _choosing() -> list[Record]:
+    return [run for run in read("published") if run["experiment"].startswith(RATE) and run["seed"] >= CHOICE_SEED]
+
+
 def summary_table(runs: list[Record]) -> Table:
     """Return the difference of each method to svd, in every setting in which both were run."""
-    published = read("published")
-    columns = {title: (published if name.startswith("published") else runs, name, value)
-               for title, (name, value) in SUMMARY.items()}  # fmt: skip
+    published = published_records("published")
+    ours = {run["experiment"] for run in runs}
+    columns = {title: (runs if name in ours else published, name, value) for title, (name, value) in SUMMARY.items()}
     differences: dict[str, dict[str, str]] = {}
     for title, (records, experiment, value) in columns.items():
         found = groups(records, experiment)
@@ -378,6 +405,7 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
     "summary": summary_table,
     "published": lambda _: published_table("published"),
     "published-defaults": lambda _: published_table("published-defaults"),
+    "tuned": lambda _: published_table("tuned"),
     "inexact": inexact_table,
     "rates": rates_table,
 }
