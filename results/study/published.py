@@ -4,8 +4,8 @@
 
 Adds a line to published.csv for each finished run of an experiment whose name begins with "published", and its
 condition numbers over the steps to published_curves.csv. Each network is tested once more, with the statistics of its
-stem recomputed after the training. Runs that are in the files already are left alone, so the sweep may be done in
-several sittings and on several machines.
+stem recomputed after the training. Lines of runs that are not in RUNS stay, so the sweep may be done in several
+sittings and on several machines, and a run whose line is there already is not tested again.
 """
 
 import sys
@@ -28,22 +28,32 @@ MEASURES = ("cond_eps", "cond_floor", "cond_support")
 
 def collect(data_folder: str, runs: Path) -> None:
     torch.set_num_threads(1)
-    lines, curves = _committed("published"), _committed("published_curves")
-    known = {_key(line) for line in lines}
     for folder in sorted(runs.glob(f"{PUBLISHED}*/*/seed-*")):
-        config = changed(read_config(folder), {"data": data_folder})
-        about = {"experiment": folder.parts[-3], "method": config.method, "seed": config.seed}
-        if _key(about) in known or read_status(folder)["state"] != "finished":
+        if read_status(folder)["state"] != "finished":
             continue
+        config = changed(read_config(folder), {"data": data_folder})
         line, columns = summary(folder, {"method": config.method, "seed": config.seed})
+        line = {"experiment": folder.parts[-3], **line}
+        lines, curves = _committed("published"), _committed("published_curves")
+        (same,) = [other for other in lines if _key(other) == _key(line)] or [{}]
+        if all(same.get(name) == str(value) for name, value in line.items()):
+            continue
         data = load_data(config)
         model = trained(config, data, folder)
         renew(model, data)
-        lines.append({**about, **line, "renewed": error(model, data)})
-        curves += [{**about, **point} for point in _curve(columns)]
-        print(lines[-1], flush=True)
-        write("published", sorted(lines, key=_place))
-        write("published_curves", sorted(curves, key=_place))
+        line["renewed"] = error(model, data)
+        print(line, flush=True)
+        about = {name: line[name] for name in ("experiment", "method", "seed")}
+        points = [{**about, **point} for point in _curve(columns)]
+        # The curve first: a run whose line is there is complete.
+        write("published_curves", _replaced(curves, points))
+        write("published", _replaced(lines, [line]))
+
+
+def _replaced(committed: list[Record], collected: list[Record]) -> list[Record]:
+    """Return the committed records with those of a run in place of its earlier ones."""
+    others = [record for record in committed if _key(record) != _key(collected[0])]
+    return sorted([*others, *collected], key=_place)
 
 
 def _curve(columns: dict[str, np.ndarray]) -> list[Record]:

@@ -82,7 +82,7 @@ def with_tables(page: str, runs: list[Record]) -> str:
 
 def compared(found: list[Group], control: str = "svd", name: str = "error") -> Iterable[tuple[Group, str, str]]:
     """Yield each method with its difference to another one, and what the noise of the seeds makes of it."""
-    errors = next(group for group in found if group.method == control).by_seed(name)
+    (errors,) = (group.by_seed(name) for group in found if group.method == control)
     differences = [
         None if group.method == control else paired_difference(group.by_seed(name), errors) for group in found
     ]
@@ -128,12 +128,18 @@ def published_table(experiment: str, control: str = "svd") -> Table:
                 *renewed,
                 group.mean("loss_4", "{:.3f}"),
                 group.condition(measure),
-                curve.condition("cond_floor"),
+                floor_condition(curve),
             ]
         )
     told = [f"difference to {control}", "seeds' noise"]
     header = ["method", "seeds", "error %, running statistics", *told, "renewed statistics", *told]
     return [*header, "training loss at the end", title, "cond with the floor"], rows
+
+
+def floor_condition(curve: Group) -> str:
+    """Return the geometric mean over the seeds of the median over the steps, as for the other condition numbers."""
+    medians = [statistics.median(point["cond_floor"] for point in own) for own in grouped(curve.runs, "seed").values()]
+    return text.condition(statistics.geometric_mean(medians))
 
 
 def inexact_table(_: list[Record]) -> Table:
@@ -158,10 +164,19 @@ def rates_table(_: list[Record]) -> Table:
 
 
 def chosen_rates() -> dict[str, str]:
-    """Return for each method the experiment with the rate of the lowest mean error, on the seeds for that choice."""
+    """Return for each method the experiment with the rate of the lowest mean error, on the seeds for that choice.
+
+    Raises:
+        ValueError: the rates of a method were run on different seeds, or a run has no error.
+    """
     means: dict[str, dict[str, float]] = {}
+    seeds: dict[str, set[tuple[float, ...]]] = {}
     for (method, experiment), own in grouped(_choosing(), "method", "experiment").items():
         means.setdefault(method, {})[experiment] = statistics.mean(run["error"] for run in own)
+        seeds.setdefault(method, set()).add(tuple(run["seed"] for run in own))
+    for method, errors in means.items():
+        if len(seeds[method]) > 1 or not all(map(math.isfinite, errors.values())):
+            raise ValueError(f"the rates of {method} can't be compared: seeds {seeds[method]}, mean errors {errors}.")
     return {method: min(errors, key=errors.__getitem__) for method, errors in means.items()}
 
 
