@@ -30,6 +30,11 @@ GAUGED = {
     "svd+gauge, rtol 5e-4": ("gauged64", "svd(rtol=0.0005)+gauge"),
 }
 """Cuts with and without gauge, on seeds of their own."""
+CONTROLLED = {
+    "rtol 1e-4": ("svd", "svd+gauge"),
+    "rtol 2e-4": ("svd(rtol=0.0002)", "svd(rtol=0.0002)+gauge"),
+}
+"""Two cuts without gauge and with it, in ``published-defaults``."""
 REASONS = {
     "stem16": "16 channels, 1,000 steps",
     "longer": "16 channels, 5,000 steps",
@@ -237,6 +242,27 @@ def gauge_table(runs: list[Record], experiment: str) -> Table:
     return [*header, "steps below 10", "applied", "rank"], rows
 
 
+def controlled_table(_: list[Record]) -> Table:
+    """Return what the cut changes without gauge, with it, and in the difference between the two."""
+    runs = published_records("published")
+    columns = {
+        title: [Group(runs, "published-defaults", name) for name in names] for title, names in CONTROLLED.items()
+    }
+    errors = [[group.by_seed("error") for group in both] for both in columns.values()]
+    gained = [{seed: gauged[seed] - plain[seed] for seed in gauged.keys() & plain} for plain, gauged in errors]
+    rows = [
+        [
+            name,
+            *(both[place].error for both in columns.values()),
+            text.difference(paired_difference(errors[1][place], errors[0][place])),
+        ]
+        for place, name in enumerate(("svd", "svd+gauge"))
+    ]
+    differences = [text.difference(paired_difference(gauged, plain)) for plain, gauged in errors]
+    rows.append(["difference", *differences, text.difference(paired_difference(gained[1], gained[0]))])
+    return ["", *CONTROLLED, "from the first cut to the second"], rows
+
+
 def products_table(runs: list[Record]) -> Table:
     """Return what products do beside decompositions, both with gauge: error, training loss, and how they did it."""
     rows = []
@@ -410,6 +436,7 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
     "products": products_table,
     "cuts": lambda runs: rank_table(runs, CUTS, "svd, rtol 1e-4"),
     "gauged": lambda runs: rank_table(runs, GAUGED, "svd, rtol 1e-4"),
+    "controlled": controlled_table,
     "claims": claims_table,
     "switch": switch_table,
     "changes": changes_table,
