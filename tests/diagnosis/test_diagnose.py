@@ -198,6 +198,15 @@ def test_near_ties_in_float32_are_ties_and_in_float64_are_not():
     assert verdicts == ["ties", "healthy"]
 
 
+@pytest.mark.parametrize("num_units", [0, 1, 3, 5, 12])
+def test_eigenvalues_a_few_rounding_errors_apart_are_equal(num_units):
+    A = torch.diag(torch.tensor([0.25, 0.5, 1 - num_units * torch.finfo(torch.float64).eps, 1.0], dtype=torch.float64))
+    with diagnose() as diagnosis:
+        torch.linalg.eigh(A.requires_grad_())[1].mul(noise(4, 4, dtype=torch.float64)).sum().backward()
+    (finding,) = diagnosis.findings
+    assert finding.verdict == "ill-posed"
+
+
 def test_a_cast_behind_the_call_does_not_make_a_loss_ill_posed():
     A = torch.eye(5, dtype=torch.float64).requires_grad_()
     with diagnose() as diagnosis:

@@ -331,8 +331,8 @@ def measure_gradient(
                 finite_in &= torch.isfinite(X).flatten(1).all(-1)
         one = torch.ones(len(back), dtype=torch.float64)
         yes = torch.ones_like(finite)
-        tied = call.spread.gap <= call.size * call.unit
-        gradient = Gradient(finite_in, finite, torch.where(finite, one, torch.inf), 0 * one, yes, yes, tied, 0)
+        lost = torch.where(finite, one, torch.inf)
+        gradient = Gradient(finite_in, finite, lost, 0 * one, yes, yes, call.spread.tied, 0)
     call.gradients.append(gradient)
 
 

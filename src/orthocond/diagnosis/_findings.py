@@ -133,7 +133,7 @@ def _level_of_matrix(call: Call, interrupted: bool) -> torch.Tensor:
         lost = (s.rank < n) | s.negative
         return torch.where(lost | ~lost.any(), VERDICTS.index("singular"), levels)
     if call.requires_grad and interrupted and call.kind in ("eigh", "svd"):
-        levels = torch.where(s.gap <= call.size * call.unit, VERDICTS.index("ties"), levels)
+        levels = torch.where(s.tied, VERDICTS.index("ties"), levels)
         levels = torch.where((s.rank < n) | (s.negative & (call.kind == "eigh")), VERDICTS.index("singular"), levels)
     return levels
 

@@ -24,6 +24,8 @@ __all__ = ["Gradient", "Spread", "eigen_gradient", "singular_gradient", "spread"
 
 _SLACK = 16.0
 """Rounding errors of the incoming gradients, in units of ``sqrt(n)`` times the precision they were computed in."""
+_LEAST_TIE = 16.0
+"""Units that two eigenvalues of a small matrix may differ by and still be one: each has an error of a few."""
 _FOCUS = 10.0
 """How much larger the gradients of the smallest eigenvalues are than those of the others when the loss inverts them."""
 
@@ -35,6 +37,8 @@ class Spread:
     rank: Tensor
     cond: Tensor
     gap: Tensor
+    tied: Tensor
+    """Whether two eigenvalues are equal up to rounding."""
     negative: Tensor
     """Whether an eigenvalue is negative, be it by rounding."""
     null: Tensor
@@ -85,7 +89,7 @@ def spread(values: Tensor, size: int, unit: float) -> Spread:
     else:
         gap = torch.full_like(largest, torch.inf)
     small = magnitude <= max(100, 10 * size) * unit * largest.unsqueeze(-1)
-    return Spread((~null).sum(-1), cond, gap, (values < 0).any(-1), null, small)
+    return Spread((~null).sum(-1), cond, gap, gap <= _tie(size, unit), (values < 0).any(-1), null, small)
 
 
 def eigen_gradient(
@@ -108,7 +112,7 @@ def eigen_gradient(
     finite_in = _finite(to_l) & _finite(to_U)
     values_used = to_l is not None
     to_l = torch.zeros_like(l) if to_l is None else _repaired(to_l, finite_in)
-    pairs = _pairs(l, n * units[0])
+    pairs = _pairs(l, _tie(n, units[0]))
     if U is None or to_U is None:  # only eigenvalues: those of a repeated one have to be treated alike
         well_posed, columns, num_used = to_l, to_l, 0
         noise = torch.zeros_like(l[:, 0])
@@ -184,7 +188,7 @@ def singular_gradient(
             outside = outside + (beyond / torch.where(measured.null, 1.0, s)).square().sum(-1)
     P, Q = ((M - M.mH).div_(2) for M in inner)
     n = max(X.shape[-2] for X in vectors)
-    pairs = _pairs(s, n * units[0])
+    pairs = _pairs(s, _tie(n, units[0]))
     total = P + Q
     sums = s.unsqueeze(-1) + s.unsqueeze(-2)
     is_null = measured.null.unsqueeze(-1) & measured.null.unsqueeze(-2) | (sums == 0)
@@ -225,7 +229,7 @@ def _without_ties(
     """
     n = max(back.shape[-2:])
     distance = measured.gap * values.abs().amax(-1)
-    if bool(measured.small.any()) or bool((measured.gap <= n * units[0]).any()):
+    if bool(measured.small.any()) or bool(measured.tied.any()):
         return None
     size = _norm(well_posed)
     vectors = [_norm(X) for X in incoming[1:] if X is not None]
@@ -283,6 +287,11 @@ def _noise(pairs: _Pairs, columns: Tensor, well_posed: Tensor, unit: float) -> T
 def _num_used(columns: Tensor) -> int:
     """Return how many eigenvectors have a gradient."""
     return int((columns > 1e-6 * columns.amax(-1, keepdim=True)).sum(-1).max())
+
+
+def _tie(n: int, unit: float) -> float:
+    """Return the distance, relative to the largest, up to which two eigenvalues are equal up to rounding."""
+    return max(n, _LEAST_TIE) * unit
 
 
 def _rounding(n: int, unit: float) -> float:

@@ -195,9 +195,8 @@ def matrix_functionh(
         >>> import torch
         >>> A = torch.tensor([[0.0, 1.0], [1.0, 0.0]], requires_grad=True)
         >>> T = matrix_functionh(A, torch.tanh, lambda x: 1 - torch.tanh(x) ** 2)
-        >>> T.detach()
-        tensor([[0.0000, 0.7616],
-                [0.7616, 0.0000]])
+        >>> torch.allclose(T, torch.tanh(A), atol=1e-6)  # for this matrix the same as entry by entry
+        True
     """
     check_square(A, "matrix_functionh", allow_complex=True)
     for name, each in (("function", function), ("derivative", derivative)):
