@@ -113,7 +113,7 @@ def draw_errors(runs: list[Record], file: Path) -> None:
 
 
 def _draw_errors(panels: dict[str, tuple[list[Group], str]], file: Path) -> None:
-    figure, axes = _pyplot().subplots(1, 2, figsize=(10, 4.6), sharey=True, layout="constrained")
+    figure, axes = _pyplot().subplots(1, 2, figsize=(10, 4.6), sharex=True, sharey=True, layout="constrained")
     for axis, (title, (found, value)) in zip(axes, panels.items(), strict=True):
         names = [group.method for group in found][::-1]
         for place, group in enumerate(found[::-1]):

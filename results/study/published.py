@@ -34,9 +34,8 @@ def collect(data_folder: str, runs: Path) -> None:
         config = changed(read_config(folder), {"data": data_folder})
         line, columns = summary(folder, {"method": config.method, "seed": config.seed})
         line = {"experiment": folder.parts[-3], **line}
-        lines, curves = _committed("published"), _committed("published_curves")
-        (same,) = [other for other in lines if _key(other) == _key(line)] or [{}]
-        if all(same.get(name) == str(value) for name, value in line.items()):
+        (known,) = [other for other in _committed("published") if _key(other) == _key(line)] or [{}]
+        if all(known.get(name) == str(value) for name, value in line.items()):
             continue
         data = load_data(config)
         model = trained(config, data, folder)
@@ -46,8 +45,8 @@ def collect(data_folder: str, runs: Path) -> None:
         about = {name: line[name] for name in ("experiment", "method", "seed")}
         points = [{**about, **point} for point in _curve(columns)]
         # The curve first: a run whose line is there is complete.
-        write("published_curves", _replaced(curves, points))
-        write("published", _replaced(lines, [line]))
+        write("published_curves", _replaced(_committed("published_curves"), points))
+        write("published", _replaced(_committed("published"), [line]))
 
 
 def _replaced(committed: list[Record], collected: list[Record]) -> list[Record]:

@@ -118,7 +118,9 @@ def published_table(experiment: str, control: str = "svd") -> Table:
     found = groups(published_records("published"), experiment)
     curves = groups(published_records("published_curves"), experiment)
     measure, title = (
-        ("cond_support", "on the support") if experiment == "published-defaults" else ("cond_eps", "cond with eps")
+        ("cond_support", "on the support")
+        if experiment.startswith("published-defaults")
+        else ("cond_eps", "cond with eps")
     )
     rows = []
     both = zip(compared(found, control), compared(found, control, "renewed"), curves, strict=True) if found else ()
@@ -194,6 +196,11 @@ def published_records(name: str) -> list[Record]:
         for record in records
         if (record["experiment"], record["method"]) in places and record["seed"] < CHOICE_SEED
     ]
+    for method in chosen.keys() - {record["method"] for record in fresh}:
+        raise ValueError(
+            f"{chosen[method]} is best for {method} and has no run of it on seeds below {CHOICE_SEED}; add it to "
+            "results/study/run."
+        )
     return records + fresh
 
 
