@@ -63,7 +63,7 @@ def test_every_method_of_the_committed_runs_has_all_its_seeds():
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the study is a shell script")
-def test_the_committed_runs_are_those_of_the_script(tmp_path, monkeypatch):
+def test_the_script_asks_for_every_committed_run(tmp_path, monkeypatch):
     asked_for = []
     monkeypatch.setattr(orthocond.lab.cli, "load_data", lambda _: None)
     monkeypatch.setattr(orthocond.lab.cli, "carry_out", lambda runs, _: asked_for.extend(runs))
