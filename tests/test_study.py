@@ -20,6 +20,8 @@ from orthocond.lab.bench.run import read_results
 ROOT = Path(__file__).parents[1]
 STUDY = ROOT / "results" / "study"
 
+a_shell_script = pytest.mark.skipif(os.name == "nt", reason="the study is a shell script")
+
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_tables_of_a_page_are_those_of_the_committed_runs(name):
@@ -62,12 +64,12 @@ def test_every_method_of_the_committed_runs_has_all_its_seeds():
             assert {run["steps"] for run in group.runs} == {5000 if experiment.startswith("longer") else 1000}
 
 
-@pytest.mark.skipif(os.name == "nt", reason="the study is a shell script")
+@a_shell_script
 def test_the_script_asks_for_every_committed_run(tmp_path, monkeypatch):
     asked_for = []
     monkeypatch.setattr(orthocond.lab.cli, "load_data", lambda _: None)
     monkeypatch.setattr(orthocond.lab.cli, "carry_out", lambda runs, _: asked_for.extend(runs))
-    for command in commands_of_the_script(tmp_path):
+    for command in commands_of(called_by_the_script(tmp_path)[1]):
         done = CliRunner().invoke(orthocond.lab.cli.app, command)
         assert done.exit_code == 0, (command, done.output, done.exception)
     committed = [
@@ -78,18 +80,42 @@ def test_the_script_asks_for_every_committed_run(tmp_path, monkeypatch):
     assert sorted(set(committed) - expected) == []
 
 
-def commands_of_the_script(folder):
-    """Return what the study's script asks of orthocond, with the arguments of each call."""
-    calls, python = folder / "calls", folder / "python"
-    python.write_text(f"""#!/usr/bin/env bash\nprintf '%s\\37' "$@" >> '{calls}'; echo >> '{calls}'\n""")
-    python.chmod(0o755)
-    found = os.pathsep.join([str(folder), os.environ["PATH"]])
-    subprocess.run([STUDY / "run", folder, folder / "runs", "1"], check=True, env={**os.environ, "PATH": found})
-    commands = [line.split("\37")[:-1] for line in calls.read_text().splitlines()]
-    scripts = [Path(words[0]) for words in commands if words[0] != "-m"]
+@a_shell_script
+def test_runs_that_fail_do_not_stop_those_after_them(tmp_path):
+    _, calls = called_by_the_script(tmp_path)
+    done, same = called_by_the_script(tmp_path, "case $* in */pooling*|*/turning.py*) exit 1;; esac")
+    assert same == calls
+    assert done.returncode == 1
+    assert "Not finished: pooling turning.py." in done.stderr
+
+
+@a_shell_script
+@pytest.mark.parametrize("code", [2, 130], ids=["wrong input", "Ctrl-C"])
+def test_wrong_input_and_ctrl_c_stop_the_script(tmp_path, code):
+    done, (call,) = called_by_the_script(tmp_path, f"exit {code}")
+    assert call[0] == "-m"
+    assert done.returncode == code
+    assert done.stderr == ""
+
+
+def commands_of(calls):
+    """Return the arguments of each call of orthocond; the other calls are scripts of the study."""
+    scripts = [Path(words[0]) for words in calls if words[0] != "-m"]
     assert scripts
     assert all(script.parent == STUDY and script.is_file() for script in scripts)
-    return [words[2:] for words in commands if words[0] == "-m"]
+    return [words[2:] for words in calls if words[0] == "-m"]
+
+
+def called_by_the_script(folder, ending=""):
+    """Return how the study's script ended, and the arguments of each call of Python that it made."""
+    calls, python = folder / "calls", folder / "python"
+    calls.write_text("")
+    python.write_text(f"""#!/usr/bin/env bash\nprintf '%s\\37' "$@" >> '{calls}'; echo >> '{calls}'\n{ending}\n""")
+    python.chmod(0o755)
+    environment = {**os.environ, "PATH": os.pathsep.join([str(folder), os.environ["PATH"]])}
+    arguments = [STUDY / "run", folder, folder / "runs", "1"]
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=False)
+    return done, [line.split("\37")[:-1] for line in calls.read_text().splitlines()]
 
 
 def test_pictures_are_drawn_from_the_committed_files(tmp_path):

@@ -30,7 +30,7 @@ def main() -> None:
     data = load_data(config)
     records = []
     for method in METHODS:
-        for step, model in stepping(changed(config, {"method": method}), data):
+        for step, model, _ in stepping(changed(config, {"method": method}), data):
             if step % EVERY == 0 or step < EVERY:
                 l = model.bn1.last_eigenvalues.flatten().double()
                 relative = (l / l[0]).clamp(min=0)[:NUMBER].tolist()

@@ -1,6 +1,6 @@
 """The study's training for measurements of its own: the networks, data and settings of the runs, step by step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,12 @@ from orthocond.lab.data import Data, Part
 from orthocond.lab.network import network
 from orthocond.lab.presets import preset
 from orthocond.lab.state import learning_rate_factor
+from orthocond.treatments import Treatment
 
 CPU = torch.device("cpu")
+
+Vary = Callable[[nn.Module, Treatment | None, torch.optim.Optimizer], None]
+"""What is done once before the first step, when the treatment is attached."""
 
 
 def study_config(data: str, steps: int) -> Config:
@@ -22,8 +26,8 @@ def study_config(data: str, steps: int) -> Config:
     return changed(preset("dbn-cifar10-small"), settings)
 
 
-def stepping(config: Config, data: Data) -> Iterator[tuple[int, nn.Module]]:
-    """Train, and yield the number of each step and the network after it; the rate falls as over 1,000 steps."""
+def stepping(config: Config, data: Data, vary: Vary | None = None) -> Iterator[tuple[int, nn.Module, float]]:
+    """Train, and yield each step's number, the network after it and its loss; the rate falls as over 1,000 steps."""
     torch.manual_seed(config.seed)
     model, treatment = network(config, data, sync=False)
     optimizer = torch.optim.SGD(
@@ -31,14 +35,17 @@ def stepping(config: Config, data: Data) -> Iterator[tuple[int, nn.Module]]:
     )
     if treatment is not None:
         treatment.attach(optimizer)
+    if vary is not None:
+        vary(model, treatment, optimizer)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(config, 1000, 1000))
     model.train()
     for step, (x, y) in enumerate(data.train_batches(1, 0, Part(), CPU), 1):
         optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
         optimizer.step()
         schedule.step()
-        yield step, model
+        yield step, model, loss.item()
         if step == config.steps:
             return
     raise SystemExit("too few images for so many steps")

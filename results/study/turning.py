@@ -41,7 +41,7 @@ def polar(weight: torch.Tensor, root: torch.Tensor, rtol: float) -> torch.Tensor
 def turning(config: Config, data: Data) -> torch.Tensor:
     """Return how far each column moved."""
     root, before, moved = patch_root(data), None, torch.zeros(27, dtype=torch.float64)
-    for step, model in stepping(config, data):
+    for step, model, _ in stepping(config, data):
         if step % MARK == 0:
             now = polar(model.conv1.weight, root, model.bn1.rtol)
             moved += 0 if before is None else (now - before).norm(dim=0)
