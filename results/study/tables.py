@@ -270,6 +270,24 @@ def controlled_table(_: list[Record]) -> Table:
     return ["", *CONTROLLED, "from the first cut to the second"], rows
 
 
+def varied_table(_: list[Record]) -> Table:
+    """Return what each variation of gauge changes, and beside them svd, which is not one of them."""
+    runs = read("varied")
+    found = [Group(runs, "varied", name) for (name,) in grouped(runs, "method")]
+    (control,) = (group for group in found if group.method == "svd+gauge")
+    svd, *variations = (group for group in found if group is not control)
+    rows = []
+    for group, *told in (*compared([control, *variations], control.method), *compared([control, svd], control.method)):
+        if group is control and rows:
+            continue
+        loss = text.difference(None)
+        if group is not control:
+            loss = _loss(paired_difference(group.by_seed("loss_4"), control.by_seed("loss_4")))
+        rows.append([group.method, group.mean("rank_last", "{:.3g}"), group.error, *told, loss])
+    header = ["", "rank", "error %", "difference to svd+gauge", "seeds' noise", "of the training loss at the end"]
+    return header, rows
+
+
 def products_table(runs: list[Record]) -> Table:
     """Return what products do beside decompositions, both with gauge: error, training loss, and how they did it."""
     rows = []
@@ -444,6 +462,7 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
     "cuts": lambda runs: rank_table(runs, CUTS, "svd, rtol 1e-4"),
     "gauged": lambda runs: rank_table(runs, GAUGED, "svd, rtol 1e-4"),
     "controlled": controlled_table,
+    "varied": varied_table,
     "claims": claims_table,
     "switch": switch_table,
     "changes": changes_table,

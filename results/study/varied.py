@@ -30,7 +30,7 @@ from orthocond.lab.data import Data, load_data
 from orthocond.treatments import Treatment
 
 STEPS = 1000
-SEEDS = range(700, 710)
+SEEDS = range(700, 708)
 WEAK = (1e-4, 2e-4)
 
 
