@@ -65,7 +65,7 @@ def test_every_method_of_the_committed_runs_has_all_its_seeds():
 
 
 @a_shell_script
-def test_the_script_asks_for_every_committed_run(tmp_path, monkeypatch):
+def test_the_script_asks_for_the_committed_runs_and_for_no_others(tmp_path, monkeypatch):
     asked_for = []
     monkeypatch.setattr(orthocond.lab.cli, "load_data", lambda _: None)
     monkeypatch.setattr(orthocond.lab.cli, "carry_out", lambda runs, _: asked_for.extend(runs))
@@ -78,6 +78,7 @@ def test_the_script_asks_for_every_committed_run(tmp_path, monkeypatch):
     assert len(committed) == len(set(committed))
     expected = {(run.folder.parts[-3], run.config.method, run.config.seed) for run in asked_for}
     assert sorted(set(committed) - expected) == []
+    assert sorted(expected - set(committed)) == []
 
 
 @a_shell_script
