@@ -1,6 +1,6 @@
 """The study's tables and pictures: python results/study/publish.py, from the files beside this one to docs/.
 
-A table in a page stands between `<!-- table NAME -->` and `<!-- end -->`, and is written anew; what is around it is
+A table in a page stands between `<!-- table NAME -->` and `<!-- end -->`, and is rewritten; the text around it is
 written by hand.
 """
 

@@ -2,15 +2,15 @@
 
 import math
 import re
-import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
+from differences import Table, compared, loss_difference, value_range
+from published_tables import controlled_table, inexact_table, published_table, rates_table, summary_table
 from records import CONDITIONS, QUARTERS, Group, Record, grouped, groups, read
 
 from orthocond.lab.report import text
-from orthocond.lab.report.folders import method_order
 from orthocond.lab.report.rows import Estimate, verdict_of
-from orthocond.lab.report.statistics import Difference, holm, paired_difference
+from orthocond.lab.report.statistics import paired_difference
 
 PAPER = {"newton_schulz": "1e5", "svd": "1e12", "svd+sn": "1e5", "svd+nog": "1e6", "svd+olr": "1e4", "svd+ow": "1e3"}
 """Condition numbers of decorrelated batch norm that the paper reports, in the text to Figs. 1 to 4."""
@@ -30,11 +30,6 @@ GAUGED = {
     "svd+gauge, rtol 5e-4": ("gauged64", "svd(rtol=0.0005)+gauge"),
 }
 """Cuts with and without gauge, on seeds of their own."""
-CONTROLLED = {
-    "rtol 1e-4": ("svd", "svd+gauge"),
-    "rtol 2e-4": ("svd(rtol=0.0002)", "svd(rtol=0.0002)+gauge"),
-}
-"""Two cuts without gauge and with it, in ``published-defaults``."""
 REASONS = {
     "stem16": "16 channels, 1,000 steps",
     "longer": "16 channels, 5,000 steps",
@@ -52,48 +47,15 @@ PRODUCTS = {
 STATISTICS = {"running": "error %, running statistics", "weight at rest": "after the training", "batch": "each batch's"}
 """What the whitening layer was tested with."""
 
-SUMMARY = {
-    "the paper's configuration": ("published", "error"),
-    "the same, renewed statistics": ("published", "renewed"),
-    "our defaults, 3,000 steps": ("published-defaults", "error"),
-    "our defaults, 1,000 steps": ("stem64", "error"),
-    "16 channels, 1,000 steps": ("stem16", "error"),
-}
-"""Settings of the summary: the experiment, and the error that is compared."""
-INEXACT = {
-    "published-iterations-5": "5 iterations",
-    "published-iterations-8": "8 iterations",
-    "published-iterations-12": "12 iterations",
-    "published-float32": "`eigh` in float32",
-}
-"""Experiments with solvers that are not exact."""
-RATE, UNCHANGED = "published-rate-", "published"
-"""Experiments with a learning rate of the stem, and the one in which it is that of the other layers, 0.1."""
-CHOICE_SEED = 450
-"""The first of the seeds on which the rates were chosen; those below are compared."""
-
-Table = tuple[list[str], list[list[str]]]
-
 
 def with_tables(page: str, runs: list[Record]) -> str:
-    """Return the page with each of its tables written anew."""
+    """Return the page with each of its tables rewritten."""
     return re.sub(
         r"(<!-- table (\S+) -->\n).*?(<!-- end -->)",
         lambda match: f"{match[1]}\n{_markdown(*TABLES[match[2]](runs))}\n{match[3]}",
         page,
         flags=re.DOTALL,
     )
-
-
-def compared(found: list[Group], control: str = "svd", name: str = "error") -> Iterable[tuple[Group, str, str]]:
-    """Yield each method with its difference to another one, and what the noise of the seeds makes of it."""
-    (errors,) = (group.by_seed(name) for group in found if group.method == control)
-    differences = [
-        None if group.method == control else paired_difference(group.by_seed(name), errors) for group in found
-    ]
-    corrected = holm([math.nan if difference is None else difference.p for difference in differences])
-    for group, difference, p in zip(found, differences, corrected, strict=True):
-        yield group, text.difference(difference), verdict_of(difference, p)
 
 
 def sweep_table(runs: list[Record], experiment: str) -> Table:
@@ -113,123 +75,6 @@ def sweep_table(runs: list[Record], experiment: str) -> Table:
     return [*header, "rank", "failures"], rows
 
 
-def published_table(experiment: str, control: str = "svd") -> Table:
-    """Return errors with the running statistics and with renewed ones, training loss and condition numbers."""
-    found = groups(published_records("published"), experiment)
-    curves = groups(published_records("published_curves"), experiment)
-    measure, title = (
-        ("cond_support", "on the support")
-        if experiment.startswith("published-defaults")
-        else ("cond_eps", "cond with eps")
-    )
-    rows = []
-    both = zip(compared(found, control), compared(found, control, "renewed"), curves, strict=True) if found else ()
-    for (group, *running), (_, *renewed), curve in both:
-        rows.append(
-            [
-                group.method,
-                str(len(group.runs)),
-                group.error,
-                *running,
-                group.mean_std("renewed"),
-                *renewed,
-                group.mean("loss_4", "{:.3f}"),
-                group.condition(measure),
-                floor_condition(curve),
-            ]
-        )
-    told = [f"difference to {control}", "seeds' noise"]
-    header = ["method", "seeds", "error %, running statistics", *told, "renewed statistics", *told]
-    return [*header, "training loss at the end", title, "cond with the floor"], rows
-
-
-def floor_condition(curve: Group) -> str:
-    """Return the geometric mean over the seeds of the median over the steps, as for the other condition numbers."""
-    medians = [statistics.median(point["cond_floor"] for point in own) for own in grouped(curve.runs, "seed").values()]
-    return text.condition(statistics.geometric_mean(medians))
-
-
-def inexact_table(_: list[Record]) -> Table:
-    """Return what treatments do for solvers that are not exact, each against the same solver alone."""
-    rows: list[list[str]] = []
-    for experiment, title in INEXACT.items():
-        control = "svd" if experiment == "published-float32" else "newton_schulz"
-        header, own = published_table(experiment, control)
-        rows += [[title, *row] for row in own]
-    return ["solver", *(name.replace(f"to {control}", "to the solver alone") for name in header)], rows
-
-
-def rates_table(_: list[Record]) -> Table:
-    """Return the errors with each learning rate of the stem, on the seeds that it was chosen on."""
-    rows = []
-    for (method, experiment), own in grouped(_choosing(), "method", "experiment").items():
-        errors = [text.mean_std(Estimate.of([run[name] for run in own])) for name in ("error", "renewed")]
-        loss = sum(run["loss_4"] for run in own) / len(own)
-        rows.append([method, experiment.removeprefix(RATE), *errors, f"{loss:.3f}", str(len(own))])
-    header = ["method", "rate of the stem", "error %, running statistics", "renewed statistics"]
-    return [*header, "training loss at the end", "seeds"], sorted(rows, key=lambda row: method_order(row[0]))
-
-
-def chosen_rates() -> dict[str, str]:
-    """Return for each method the experiment with the rate of the lowest mean error, on the seeds for that choice.
-
-    Raises:
-        ValueError: the rates of a method were run on different seeds, or a run has no error.
-    """
-    means: dict[str, dict[str, float]] = {}
-    seeds: dict[str, set[tuple[float, ...]]] = {}
-    for (method, experiment), own in grouped(_choosing(), "method", "experiment").items():
-        means.setdefault(method, {})[experiment] = statistics.mean(run["error"] for run in own)
-        seeds.setdefault(method, set()).add(tuple(run["seed"] for run in own))
-    for method, errors in means.items():
-        if len(seeds[method]) > 1 or not all(map(math.isfinite, errors.values())):
-            raise ValueError(f"the rates of {method} can't be compared: seeds {seeds[method]}, mean errors {errors}.")
-    return {method: min(errors, key=errors.__getitem__) for method, errors in means.items()}
-
-
-def published_records(name: str) -> list[Record]:
-    """Return the committed records, and as experiment ``tuned`` each method with its chosen rate on fresh seeds."""
-    records, chosen = read(name), chosen_rates()
-    places = {(UNCHANGED if rate == f"{RATE}0.1" else rate, method) for method, rate in chosen.items()}
-    fresh = [
-        {**record, "experiment": "tuned"}
-        for record in records
-        if (record["experiment"], record["method"]) in places and record["seed"] < CHOICE_SEED
-    ]
-    for method in chosen.keys() - {record["method"] for record in fresh}:
-        raise ValueError(
-            f"{chosen[method]} is best for {method} and has no run of it on seeds below {CHOICE_SEED}; add it to "
-            "results/study/run."
-        )
-    return records + fresh
-
-
-def _choosing() -> list[Record]:
-    return [run for run in read("published") if run["experiment"].startswith(RATE) and run["seed"] >= CHOICE_SEED]
-
-
-def summary_table(runs: list[Record]) -> Table:
-    """Return the difference of each method to svd, in every setting in which both were run."""
-    published = published_records("published")
-    ours = {run["experiment"] for run in runs}
-    columns = {title: (runs if name in ours else published, name, value) for title, (name, value) in SUMMARY.items()}
-    differences: dict[str, dict[str, str]] = {}
-    for title, (records, experiment, value) in columns.items():
-        found = groups(records, experiment)
-        for group, difference, verdict in compared(found, name=value) if found else ():
-            mark = {"beyond": "**", "borderline": "*"}.get(verdict, "")
-            num_seeds = len(group.runs)
-            cell = group.mean_std(value) if group.method == "svd" else difference
-            if group.method == "svd" or num_seeds < max(len(each.runs) for each in found):
-                cell = f"{cell} ({num_seeds})"
-            differences.setdefault(group.method, {})[title] = f"{mark}{cell}{mark}"
-    rows = [
-        [method, *(differences[method].get(title, "") for title in SUMMARY)]
-        for method in sorted(differences, key=method_order)
-    ]
-    return ["method", *SUMMARY], sorted(rows, key=lambda row: row[0] != "svd")
-
-
 def gauge_table(runs: list[Record], experiment: str) -> Table:
     methods = ("bn", "svd", "svd+nog", "svd+gauge", "svd+nog+gauge")
     rows = []
@@ -240,34 +85,13 @@ def gauge_table(runs: list[Record], experiment: str) -> Table:
                 group.error,
                 *told,
                 *(group.condition(name) for name in CONDITIONS),
-                _range(group.values("below_threshold"), "{:.1%}"),
-                _range(group.values("gauged"), "{:.0f}"),
+                value_range(group.values("below_threshold"), "{:.1%}"),
+                value_range(group.values("gauged"), "{:.0f}"),
                 group.mean("rank_last", "{:.3g}"),
             ]
         )
     header = ["method", "error %", "difference to svd", "seeds' noise", "cond", "on the support", "with eps"]
     return [*header, "steps below 10", "applied", "rank"], rows
-
-
-def controlled_table(_: list[Record]) -> Table:
-    """Return what the cut changes without gauge, with it, and in the difference between the two."""
-    runs = published_records("published")
-    columns = {
-        title: [Group(runs, "published-defaults", name) for name in names] for title, names in CONTROLLED.items()
-    }
-    errors = [[group.by_seed("error") for group in both] for both in columns.values()]
-    gained = [{seed: gauged[seed] - plain[seed] for seed in gauged.keys() & plain} for plain, gauged in errors]
-    rows = [
-        [
-            name,
-            *(both[place].error for both in columns.values()),
-            text.difference(paired_difference(errors[1][place], errors[0][place])),
-        ]
-        for place, name in enumerate(("svd", "svd+gauge"))
-    ]
-    differences = [text.difference(paired_difference(gauged, plain)) for plain, gauged in errors]
-    rows.append(["difference", *differences, text.difference(paired_difference(gained[1], gained[0]))])
-    return ["", *CONTROLLED, "from the first cut to the second"], rows
 
 
 def varied_table(_: list[Record]) -> Table:
@@ -282,7 +106,7 @@ def varied_table(_: list[Record]) -> Table:
             continue
         loss = text.difference(None)
         if group is not control:
-            loss = _loss(paired_difference(group.by_seed("loss_4"), control.by_seed("loss_4")))
+            loss = loss_difference(paired_difference(group.by_seed("loss_4"), control.by_seed("loss_4")))
         rows.append([group.method, group.mean("rank_last", "{:.3g}"), group.error, *told, loss])
     header = ["", "rank", "error %", "difference to svd+gauge", "seeds' noise", "of the training loss at the end"]
     return header, rows
@@ -305,11 +129,11 @@ def products_table(runs: list[Record]) -> Table:
                     group.error,
                     *told,
                     group.mean("loss_4", "{:.3f}"),
-                    text.difference(None) if group is control else _loss(difference),
-                    _range(group.values("whitened_by_products"), "{:.1%}"),
-                    _range(group.values("without_decomposition"), "{:.1%}"),
-                    _range(group.values("at_most_threshold"), "{:.1%}"),
-                    _range(group.values("below_threshold"), "{:.1%}"),
+                    text.difference(None) if group is control else loss_difference(difference),
+                    value_range(group.values("whitened_by_products"), "{:.1%}"),
+                    value_range(group.values("without_decomposition"), "{:.1%}"),
+                    value_range(group.values("at_most_threshold"), "{:.1%}"),
+                    value_range(group.values("below_threshold"), "{:.1%}"),
                 ]
             )
             title = ""
@@ -327,7 +151,7 @@ def losses_table(runs: list[Record], experiment: str) -> Table:
         if group.method in ("svd", "bn"):
             continue
         differences = [paired_difference(group.by_seed(name), control.by_seed(name)) for name in QUARTERS]
-        rows.append([group.method, *map(_loss, differences)])
+        rows.append([group.method, *map(loss_difference, differences)])
     rows.insert(0, ["svd itself", *(control.mean(name, "{:.3f}") for name in QUARTERS)])
     return ["method", "steps 1 to 250", "251 to 500", "501 to 750", "751 to 1000"], rows
 
@@ -343,7 +167,7 @@ def rank_table(runs: list[Record], cuts: dict[str, tuple[str, str]], control: st
             error, loss = (
                 paired_difference(group.by_seed(value), base.by_seed(value)) for value in ("error", "loss_4")
             )
-            differences = [text.difference(error), _loss(loss)]
+            differences = [text.difference(error), loss_difference(loss)]
         rows.append([name, group.mean("rank_last", "{:.3g}"), group.error, *differences])
     return ["", "rank", "error %", f"difference to {control}", "of the training loss at the end"], rows
 
@@ -380,7 +204,7 @@ def switch_table(runs: list[Record]) -> Table:
             if group.values("switched"):
                 share = [100 * run["switched"] / run["steps"] for run in group.runs]
                 figures = [group.error, group.condition("cond_support")]
-                rows.append([experiment, group.method, _range(share, "{:.1f}"), *figures])
+                rows.append([experiment, group.method, value_range(share, "{:.1f}"), *figures])
     return ["experiment", "method", "steps switched, % (seeds)", "error %", "cond on the support"], rows
 
 
@@ -486,11 +310,3 @@ def _markdown(header: list[str], rows: list[list[str]]) -> str:
     ]
     lines = [header, ["---"] * len(header), *figures]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _loss(difference: Difference) -> str:
-    return f"{difference.mean:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}]"
-
-
-def _range(values: list[float], form: str) -> str:
-    return f"{form.format(min(values))} to {form.format(max(values))}" if values else ""
