@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import charts
@@ -9,13 +10,21 @@ import collect
 import published
 import pytest
 import tables
+import torch
+import varied
 from publish import PAGES
 from records import grouped, groups, read, read_text
+from stepping import stepping
 from typer.testing import CliRunner
 
 import orthocond.lab.cli
 from orthocond.lab.bench.page import markdown
 from orthocond.lab.bench.run import read_results
+from orthocond.lab.config import changed
+from orthocond.lab.presets import preset
+from orthocond.lab.runs import RunFolder
+from orthocond.lab.train import train
+from orthocond.linalg import matrix_sqrth, nearest_orthogonal
 
 ROOT = Path(__file__).parents[1]
 STUDY = ROOT / "results" / "study"
@@ -131,3 +140,63 @@ def test_pictures_are_drawn_from_the_committed_files(tmp_path):
         file = tmp_path / f"{draw.__name__}.png"
         draw(read(name), file)
         assert file.stat().st_size > 10_000
+
+
+def digits(**settings):
+    return changed(preset("dbn-digits"), {"steps": 4, "seed": 3, **settings})
+
+
+def test_a_run_of_a_script_is_a_run_of_the_laboratory(tmp_path):
+    config = digits(method="svd+nog+ow+olr")
+    train(config, tmp_path / "run")
+    with RunFolder(tmp_path / "run") as run:
+        expected = run.load_checkpoint()["model"]
+    *_, (state, _) = stepping(config)
+    weights = state.network.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+def test_gauge_first_acts_at_the_step_that_the_variation_says():
+    config = digits(method="svd+gauge")
+    for start in (2, 3):
+        changes = [state.treatment.last.gauged for state, _ in stepping(config, partial(varied.from_step, start))]
+        assert changes.index(True) == start - 1
+
+
+@pytest.mark.parametrize("factor", [0.1, 3.0])
+@pytest.mark.parametrize("num_weak", [0, 1, 2])
+def test_weak_directions_turn_at_the_speed_of_the_variation(factor, num_weak):
+    torch.manual_seed(0)
+    patches = torch.randn(4, 50, dtype=torch.float64)
+    root = matrix_sqrth(torch.cov(patches, correction=0))
+    Q = nearest_orthogonal(torch.randn(6, 4, dtype=torch.float64))
+    W = 2 * torch.linalg.solve(root, Q.mT).mT  # as gauge leaves it: W S^(1/2) = 2 Q
+    outputs = Q @ torch.linalg.qr(torch.randn(4, num_weak, dtype=torch.float64)).Q
+    inputs = Q.mT @ outputs
+    target = torch.randn(6, 4, dtype=torch.float64)
+    gradient = torch.func.grad(lambda W: (nearest_orthogonal(W @ root) * target).sum())(W)
+    step = gradient @ torch.linalg.inv(root @ root)  # in the metric of the input
+
+    def turned(step):
+        return torch.func.jvp(lambda W: nearest_orthogonal(W @ root), (W,), (step,))[1]
+
+    plain = turned(step)
+    varied_step = varied.with_speed(factor, step, W, *varied.weak_inputs(W, patches, outputs))
+    torch.testing.assert_close(turned(varied_step) @ inputs, factor * plain @ inputs)
+    torch.testing.assert_close(outputs.mT @ turned(varied_step), factor * outputs.mT @ plain)
+    others = torch.eye(4, dtype=torch.float64) - inputs @ inputs.mT
+    beside = torch.eye(6, dtype=torch.float64) - outputs @ outputs.mT
+    torch.testing.assert_close(beside @ turned(varied_step) @ others, beside @ plain @ others)
+
+
+def test_a_variation_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(varied, "train_and_test", lambda *_: {"error": 1.0})
+    assert "error" in varied.run("", tmp_path, ("svd", 700))
+    assert "kept" in varied.run("", tmp_path, ("svd", 700))
+
+    def diverges(*_):
+        raise ValueError("NaN")
+
+    monkeypatch.setattr(varied, "train_and_test", diverges)
+    assert "failed" in varied.run("", tmp_path, ("svd", 701))
+    assert [file.name for file in tmp_path.iterdir()] == ["varied-svd-700.json"]

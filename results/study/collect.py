@@ -20,6 +20,7 @@ from records import CONDITIONS, HERE, PUBLISHED, QUARTERS, THRESHOLD, Record, re
 
 from orthocond.lab.report import write_report
 from orthocond.lab.report.folders import method_order
+from orthocond.lab.runs import read_status
 
 FIRST = 10
 """Steps that are left out of medians and shares: the network has just been initialised."""
@@ -32,9 +33,9 @@ def collect(runs: Path) -> None:
     for experiment in sorted(path for path in runs.iterdir() if path.is_dir() and not path.name.startswith(PUBLISHED)):
         by_method: dict[str, list[dict[str, np.ndarray]]] = defaultdict(list)
         for folder in sorted(experiment.glob("*/seed-*")):
-            status = json.loads((folder / "status.json").read_text())
-            if status["state"] != "finished":
-                print(f"{folder}: {status['state']}, left out", file=sys.stderr)
+            state = read_status(folder).get("state", "not begun")
+            if state != "finished":
+                print(f"{folder}: {state}, left out", file=sys.stderr)
                 continue
             config = json.loads((folder / "config.json").read_text())
             line, columns = summary(folder, config)

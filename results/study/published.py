@@ -29,7 +29,7 @@ MEASURES = ("cond_eps", "cond_floor", "cond_support")
 def collect(data_folder: str, runs: Path) -> None:
     torch.set_num_threads(1)
     for folder in sorted(runs.glob(f"{PUBLISHED}*/*/seed-*")):
-        if read_status(folder)["state"] != "finished":
+        if read_status(folder).get("state") != "finished":
             continue
         config = changed(read_config(folder), {"data": data_folder})
         line, columns = summary(folder, {"method": config.method, "seed": config.seed})

@@ -7,13 +7,13 @@ spectrum.csv beside this file: the 30 largest eigenvalues relative to the larges
 """
 
 import argparse
+import itertools
 
 import torch
 from records import write
 from stepping import stepping, study_config
 
 from orthocond.lab.config import changed
-from orthocond.lab.data import load_data
 
 METHODS = ("svd", "products+gauge")
 EVERY, NUMBER = 10, 30
@@ -26,17 +26,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    config = changed(study_config(args.data, args.steps), {"seed": args.seed})
-    data = load_data(config)
+    config = changed(study_config(args.data), {"seed": args.seed})
     records = []
     for method in METHODS:
-        for step, model, _ in stepping(changed(config, {"method": method}), data):
-            if step % EVERY == 0 or step < EVERY:
-                l = model.bn1.last_eigenvalues.flatten().double()
+        for state, _ in itertools.islice(stepping(changed(config, {"method": method})), args.steps):
+            norm = state.network.bn1
+            if state.step % EVERY == 0 or state.step < EVERY:
+                l = norm.last_eigenvalues.flatten().double()
                 relative = (l / l[0]).clamp(min=0)[:NUMBER].tolist()
                 numbers = {str(k): f"{value:.3g}" for k, value in enumerate(relative, 1)}
-                records.append({"method": method, "seed": args.seed, "step": step, **numbers})
-        fallbacks, total = model.bn1.num_fallbacks
+                records.append({"method": method, "seed": args.seed, "step": state.step, **numbers})
+        fallbacks, total = norm.num_fallbacks
         print(f"{method}: {fallbacks} of {total} covariances decomposed for want of a certificate", flush=True)
     write("spectrum", records)
 

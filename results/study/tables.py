@@ -95,21 +95,30 @@ def gauge_table(runs: list[Record], experiment: str) -> Table:
 
 
 def varied_table(_: list[Record]) -> Table:
-    """Return what each variation of gauge changes, and beside them svd, which is not one of them."""
+    """Return what each variation of gauge changes, with the running statistics and with renewed ones."""
     runs = read("varied")
     found = [Group(runs, "varied", name) for (name,) in grouped(runs, "method")]
-    (control,) = (group for group in found if group.method == "svd+gauge")
-    svd, *variations = (group for group in found if group is not control)
+    control = found[0]
     rows = []
-    for group, *told in (*compared([control, *variations], control.method), *compared([control, svd], control.method)):
-        if group is control and rows:
-            continue
-        loss = text.difference(None)
-        if group is not control:
-            loss = loss_difference(paired_difference(group.by_seed("loss_4"), control.by_seed("loss_4")))
-        rows.append([group.method, group.mean("rank_last", "{:.3g}"), group.error, *told, loss])
-    header = ["", "rank", "error %", "difference to svd+gauge", "seeds' noise", "of the training loss at the end"]
-    return header, rows
+    for (group, *running), (_, *renewed) in zip(
+        compared(found, control.method), compared(found, control.method, "renewed"), strict=True
+    ):
+        loss = paired_difference(group.by_seed("loss_4"), control.by_seed("loss_4"))
+        rows.append(
+            [
+                group.method,
+                group.mean("gauged", "{:.3g}"),
+                group.mean("rank_last", "{:.3g}"),
+                group.error,
+                *running,
+                group.mean_std("renewed"),
+                *renewed,
+                text.difference(None) if group is control else loss_difference(loss),
+            ]
+        )
+    told = [f"difference to {control.method}", "seeds' noise"]
+    header = ["", "times applied", "rank", "error %, running statistics", *told, "renewed statistics", *told]
+    return [*header, "training loss at the end, difference"], rows
 
 
 def products_table(runs: list[Record]) -> Table:

@@ -9,6 +9,7 @@ how far each column moves, every ten steps after the first ten, for svd and for 
 """
 
 import argparse
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -38,12 +39,12 @@ def polar(weight: torch.Tensor, root: torch.Tensor, rtol: float) -> torch.Tensor
     return (U * (s.square() > rtol * s[0] ** 2)) @ Vh
 
 
-def turning(config: Config, data: Data) -> torch.Tensor:
+def turning(config: Config, steps: int) -> torch.Tensor:
     """Return how far each column moved."""
-    root, before, moved = patch_root(data), None, torch.zeros(27, dtype=torch.float64)
-    for step, model, _ in stepping(config, data):
-        if step % MARK == 0:
-            now = polar(model.conv1.weight, root, model.bn1.rtol)
+    root, before, moved = patch_root(load_data(config)), None, torch.zeros(27, dtype=torch.float64)
+    for state, _ in itertools.islice(stepping(config), steps):
+        if state.step % MARK == 0:
+            now = polar(state.network.conv1.weight, root, state.network.bn1.rtol)
             moved += 0 if before is None else (now - before).norm(dim=0)
             before = now
     return moved
@@ -56,12 +57,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    config = study_config(args.data, args.steps)
-    data = load_data(config)
+    config = study_config(args.data)
     records = []
     for seed in range(args.seeds):
         for way, method in WAYS.items():
-            moved = turning(changed(config, {"seed": seed, "method": method}), data)
+            moved = turning(changed(config, {"seed": seed, "method": method}), args.steps)
             means = {band: f"{moved[start:end].mean():.4g}" for band, (start, end) in BANDS.items()}
             records.append({"way": way, "seed": seed, **means})
             print(records[-1], flush=True)
