@@ -82,8 +82,8 @@ bench: $(STAMP)  ## what things cost, measured side by side: results/bench, docs
 	done
 	$(BIN)/python -m orthocond.lab.bench.page docs/benchmark.md results/bench/*.json
 
-study:  ## the study on CIFAR-10: make study DATA=DIR, where DIR has train.parquet and test.parquet; hours
-	@test -f "$(DATA)/train.parquet" || { echo "make study needs CIFAR-10: make study DATA=DIR, with train.parquet and test.parquet in DIR" >&2; exit 2; }
+study:  ## the study on CIFAR-10: make study DATA=DIR, the folder with its parquet files; half a day
+	@test -d "$(DATA)" || { echo "make study needs CIFAR-10: make study DATA=DIR, the folder with its parquet files" >&2; exit 2; }
 	@$(MAKE) --no-print-directory $(LAB)
 	PATH="$(abspath $(BIN)):$$PATH" results/study/run "$(DATA)" runs/study
 	$(BIN)/python results/study/collect.py runs/study

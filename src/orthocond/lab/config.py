@@ -66,7 +66,7 @@ class Config:
     """
 
     preset: str
-    method: str = _setting("svd", "svd with any treatment (svd+nog+ow+olr), newton_schulz, or bn")
+    method: str = _setting("svd", "svd, newton_schulz or products, alone or with treatments (svd+nog+ow+olr); or bn")
     seed: int = _setting(0, "seed of initial weights, data order and augmentation")
 
     dataset: str = _setting("digits", "digits (embedded), or the name of an image dataset on the Hugging Face hub")
@@ -91,7 +91,9 @@ class Config:
     rtol: float | None = _setting(None, "eigenvalues below rtol times the largest are dropped; default: the layer's")
     channels_last: bool = _setting(False, "use the channels-last layout, in which convolutions are faster")
     solver: str | None = _setting(
-        None, "solver of the root: eigh, svd or newton_schulz(iterations=5), each for the methods that it fits; or both"
+        None,
+        "solver of the root, with options: eigh or svd for methods svd, newton_schulz(iterations=5), products; several "
+        "separated by commas",
     )
     gradient: str = _setting("exact", f"gradient rule of the root: {', '.join(GRADIENTS)}; or e.g. pade(clamp=true)")
 
