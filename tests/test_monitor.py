@@ -507,6 +507,27 @@ def test_calls_in_eval_mode_and_in_a_checkpoint():
     assert [r["mode"] for r in monitor.history()] == ["train"] * 2 + ["eval"] * 2
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_forward_that_a_checkpoint_repeats_is_recorded_once(use_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), DecorrelatedBatchNorm2d(4))
+    with ConditionMonitor(model) as monitor:
+        for _ in range(3):
+            x = noise(8, 3, 5, 5).requires_grad_()
+            checkpoint(model, x, use_reentrant=use_reentrant).square().sum().backward()
+    assert [record["step"] for record in monitor.history()] == [0, 1, 2]
+
+
+def test_forwards_of_torch_func_are_not_recorded():
+    model, x = nn.Sequential(CovariancePool2d()), noise(2, 3, 4, 4)
+    with ConditionMonitor(model) as monitor:
+        model(x)
+        torch.func.vmap(model)(x[None])
+        model(x)
+    assert [record["step"] for record in monitor.history()] == [0, 1]
+
+
 def test_a_monitor_that_is_forgotten_stops():
     import gc
 

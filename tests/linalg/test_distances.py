@@ -126,6 +126,9 @@ def test_vmap_and_batches():
         (lambda: frechet_distance(torch.ones(2, 0), torch.ones(2, 5)), "at least one sample"),
         (lambda: frechet_distance(torch.ones(2, 5), torch.ones(2, 5), dim=4), "the samples' dimension"),
         (lambda: gaussian_frechet_distance(torch.ones(3), torch.eye(2), torch.ones(2), torch.eye(2)), r"\(3,\) and"),
+        (lambda: frechet_distance(torch.ones(2, 5), (torch.ones(2, 1), torch.eye(2))), r"\(2, 1\) and"),
+        (lambda: frechet_distance(torch.ones(2, 5), (torch.ones(1), torch.eye(2))), r"\(1,\) and"),
+        (lambda: frechet_distance(torch.ones(2, 5), (torch.eye(2),)), "got 1 parts"),
     ],
 )
 def test_a_mistake_is_named(call, message):

@@ -33,6 +33,23 @@ def test_a_converted_model_gives_the_same_outputs_in_eval():
     assert converted.norm.num_batches_tracked == 20
 
 
+@pytest.mark.parametrize("statistics", ["kept, not updated", "none, flag set"])
+def test_statistics_that_are_switched_off_stay_so(statistics):
+    model, x = trained(Net()), noise(4, 3, 8, 8, seed=99)
+    if statistics == "kept, not updated":
+        model.norm.track_running_stats = False
+    else:
+        model.norm.running_mean = model.norm.running_var = None
+    y = model(x)
+    converted = convert_batchnorm(copy.deepcopy(model), ["norm"])
+    assert converted.norm.track_running_stats == model.norm.track_running_stats
+    if statistics == "kept, not updated":
+        assert torch.allclose(converted(x), y, atol=1e-5)
+        assert torch.allclose(fold(converted)(x), y, atol=1e-4)
+    else:
+        assert converted.norm.running_mean is None
+
+
 def test_only_the_named_layers_are_converted_and_their_parameters_stay_the_same_objects():
     model = Net()
     weight = model.norm.weight

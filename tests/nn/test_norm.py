@@ -7,12 +7,13 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad as fwAD
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 from orthocond.errors import ArgumentError, DtypeError, NonFiniteError, OrthocondWarning
 from orthocond.linalg import SOLVERS, covariance
-from orthocond.nn import DecorrelatedBatchNorm1d, DecorrelatedBatchNorm2d, DecorrelatedBatchNorm3d
+from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm1d, DecorrelatedBatchNorm2d, DecorrelatedBatchNorm3d
 
 from cases import noise
 
@@ -160,6 +161,28 @@ def test_torch_func():
     assert torch.allclose(torch.func.grad(loss)(x), leaf.grad, atol=1e-3)
 
 
+@pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.vmap])
+@pytest.mark.parametrize("make", [lambda: DecorrelatedBatchNorm1d(3, track_running_stats=False), CovariancePool2d])
+def test_a_forward_of_torch_func_leaves_nothing_behind(transform, make):
+    layer = make()
+    x = correlated(9, 3) if layer.__class__ is DecorrelatedBatchNorm1d else correlated(2, 3, 4, 4)
+    layer(x)
+    before = layer.last_eigenvalues.clone()
+    transform(layer)(x if transform is torch.func.jacrev else x[None])
+    assert torch.equal(copy.deepcopy(layer).last_eigenvalues, before)
+    torch.save(layer, io.BytesIO())
+
+
+def test_forward_mode_and_batched_gradients():
+    layer, x = DecorrelatedBatchNorm1d(3, track_running_stats=False).double(), correlated(9, 3, dtype=torch.float64)
+    expected = torch.autograd.functional.jacobian(layer, x)
+    assert torch.allclose(torch.autograd.functional.jacobian(layer, x, vectorize=True), expected)
+    tangent = noise(9, 3, dtype=torch.float64, seed=5)
+    with fwAD.dual_level():
+        turned = fwAD.unpack_dual(layer(fwAD.make_dual(x, tangent))).tangent
+    assert torch.allclose(turned, torch.einsum("ijkl,kl->ij", expected, tangent))
+
+
 def test_statistics_can_be_estimated_without_gradients():
     layer = DecorrelatedBatchNorm2d(4)
     with torch.inference_mode():
@@ -241,6 +264,18 @@ def test_without_running_statistics_eval_uses_the_batch():
     assert list(layer.state_dict()) == ["weight", "bias"]
 
 
+def test_statistics_stop_and_go_on_as_those_of_batchnorm():
+    layer, x = DecorrelatedBatchNorm2d(3), correlated(8, 3, 4, 4)
+    layer(x)
+    state = copy.deepcopy(layer.state_dict())
+    layer.track_running_stats = False
+    layer(3 * x)
+    assert all(torch.equal(layer.state_dict()[name], value) for name, value in state.items())
+    layer.track_running_stats = True
+    layer(3 * x)
+    assert layer.num_batches_tracked == 2
+
+
 def test_without_affine_part():
     layer = DecorrelatedBatchNorm2d(3, affine=False)
     assert layer.weight is None
@@ -248,6 +283,14 @@ def test_without_affine_part():
     y = layer(correlated(8, 3, 4, 4))
     assert torch.allclose(covariance(samples(y)[0]), torch.eye(3), atol=1e-4)
     layer.eval()(correlated(8, 3, 4, 4))
+
+
+def test_a_whitening_matrix_too_large_for_float16_leaves_eval_finite():
+    layer = DecorrelatedBatchNorm2d(16).half()
+    scales = 1e-3 * torch.logspace(0, -1.9, 16).view(-1, 1, 1)
+    x = (noise(8, 16, 9, 9) * scales).half()
+    layer(x)
+    assert layer.eval()(x).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

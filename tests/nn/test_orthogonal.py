@@ -320,6 +320,14 @@ def test_a_normalised_kernel_is_the_formula_with_a_bounded_exponent(shape):
         assert torch.allclose(layer.weight, expected if shape[0] >= shape[1] else expected.T, atol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_change_of_dtype_leaves_it_orthogonal(dtype):
+    layer = nn.Linear(32, 64, bias=False)
+    nn.init.orthogonal_(layer.weight)
+    orthogonal_weight(layer)
+    assert is_orthogonal(layer.to(dtype).double().weight)
+
+
 def test_a_half_precision_orthogonal_weight_stays_as_it_is():
     layer = nn.Linear(16, 16).bfloat16()
     layer.weight.data.copy_(rotation(16))

@@ -121,6 +121,22 @@ def test_olr_uses_eta_exactly_where_it_is_between_zero_and_lr(rule):
     assert (False in outcomes) or rule == "exact"
 
 
+def test_olr_knows_an_optimizer_that_goes_uphill():
+    weights = []
+    for maximize in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4, bias=False))
+        treatment = treat(model, "0", "olr(rule=exact)")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, maximize=maximize)
+        treatment.attach(optimizer)
+        gradient = torch.randn(4, 4)
+        model[0].weight.grad = -gradient if maximize else gradient
+        optimizer.step()
+        assert treatment.last.switched
+        weights.append(model[0].weight.detach())
+    assert torch.equal(*weights)
+
+
 SCHEDULERS = {
     "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 2),
     "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),

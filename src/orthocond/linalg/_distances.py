@@ -81,12 +81,7 @@ def gaussian_frechet_distance(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: 
         tensor(4.)
     """
     for mean, covariance in ((mean1, cov1), (mean2, cov2)):
-        check_square(covariance, "gaussian_frechet_distance", allow_complex=True)
-        if mean.ndim < 1 or mean.shape[-1] != covariance.shape[-1]:
-            raise ArgumentError(
-                f"gaussian_frechet_distance expected means (..., n) and covariances (..., n, n), got "
-                f"{tuple(mean.shape)} and {tuple(covariance.shape)}; pass e.g. X.mean(-1) and covariance(X)."
-            )
+        _check_gaussian("gaussian_frechet_distance", mean, covariance)
     _check_same("gaussian_frechet_distance", cov1.shape[-1], cov2.shape[-1])
     with autocast_off(mean1.device):
         return _narrow(_squared(widen(mean1) - widen(mean2)) + _bures(cov1, cov2), mean1)
@@ -138,8 +133,12 @@ def frechet_distance(X: Tensor, Y: Tensor | tuple[Tensor, Tensor], *, dim: int =
             shared = nuclear_norm(_factor(centred, X).mH @ _factor(other_centred, X))
         else:
             assert isinstance(Y, tuple)
+            if len(Y) != 2:
+                raise ArgumentError(
+                    f"frechet_distance expected features, or a mean and a covariance, got {len(Y)} parts."
+                )
             other_mean, other_covariance = Y
-            check_square(other_covariance, "frechet_distance", allow_complex=True)
+            _check_gaussian("frechet_distance", other_mean, other_covariance)
             _check_same("frechet_distance", samples.shape[-2], other_covariance.shape[-1])
             other_mean, B = widen(other_mean), widen(other_covariance)
             traces = _squared(centred.flatten(-2)) + _trace(B)
@@ -215,6 +214,15 @@ def _samples(name: str, X: Tensor, dim: int) -> Tensor:
             "at least one sample."
         )
     return X.movedim(dim, -1)
+
+
+def _check_gaussian(caller: str, mean: Tensor, covariance: Tensor) -> None:
+    check_square(covariance, caller, allow_complex=True)
+    if mean.ndim < 1 or mean.shape[-1] != covariance.shape[-1]:
+        raise ArgumentError(
+            f"{caller} expected a mean (..., n) and a covariance (..., n, n), got {tuple(mean.shape)} and "
+            f"{tuple(covariance.shape)}; pass e.g. X.mean(-1) and covariance(X)."
+        )
 
 
 def _check_same(caller: str, n: int, m: int) -> None:

@@ -16,7 +16,7 @@ from orthocond._core.applying import is_plain
 from orthocond._core.compiling import HookNotice, uncompiled
 from orthocond._core.observing import Observation
 from orthocond._core.precision import widen
-from orthocond._core.private import graph_task_id
+from orthocond._core.private import graph_task_id, transforms_are_active
 from orthocond.errors import (
     ArgumentError,
     NonFiniteError,
@@ -321,6 +321,8 @@ class ConditionMonitor:
     @torch.no_grad()
     def _before(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if layer is not self._layers[name]:  # a copy of the model has a copy of the hook
+            return
+        if transforms_are_active() or graph_task_id() != -1:  # torch.func, or a checkpoint repeats a forward
             return
         is_due = self._is_due(name, layer) and not self._has_own(layer, name)
         self._measured[name] = self._of_input(name, layer, tensors((args, kwargs))) if is_due else None

@@ -91,7 +91,7 @@ def _converted(name: str, layer: Any, options: dict[str, Any]) -> _DecorrelatedB
     carried = {
         "momentum": layer.momentum,
         "affine": layer.affine,
-        "track_running_stats": layer.track_running_stats,
+        "track_running_stats": layer.running_mean is not None,
         "device": like.device,
         "dtype": like.dtype,
     }
@@ -102,6 +102,7 @@ def _converted(name: str, layer: Any, options: dict[str, Any]) -> _DecorrelatedB
     if layer.affine:
         new.weight, new.bias = layer.weight, layer.bias
     new.batchnorm_eps = layer.eps
+    new.track_running_stats = layer.track_running_stats
     if new.running_mean is not None and new.running_whitening is not None and layer.running_mean is not None:
         new.running_mean.copy_(layer.running_mean)
         new.running_whitening.copy_(diagonal_whitening(layer.running_var, layer.eps, new.groups))

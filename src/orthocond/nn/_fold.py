@@ -61,10 +61,10 @@ def fold(module: M, *, keep_keys: bool = False) -> M:
         if parametrize.is_parametrized(layer):
             _leave_weights(layer)
     if isinstance(folded, _DecorrelatedBatchNorm):
-        return _followed(_as_layer(folded), folded) if folded.track_running_stats else folded  # type: ignore[return-value]
+        return _followed(_as_layer(folded), folded) if folded.running_mean is not None else folded  # type: ignore[return-value]
     in_front, reasons = layers_in_front(folded)
     for name, layer in list(folded.named_modules(remove_duplicate=False)):
-        if not isinstance(layer, _DecorrelatedBatchNorm) or not layer.track_running_stats:
+        if not isinstance(layer, _DecorrelatedBatchNorm) or layer.running_mean is None:
             continue
         if layer in in_front:
             replacement = _merged(name, layer, in_front[layer], keep_keys)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from orthocond._core.private import is_exporting
+from orthocond._core.private import is_exporting, transforms_are_active
 from orthocond._core.registry import resolve
 from orthocond.errors import NonFiniteError, OrthocondWarning
 from orthocond.linalg import SOLVERS, spectrum
@@ -174,9 +174,15 @@ class MetaLayer(nn.Module):
         self._root(torch.eye(1, dtype=torch.float64), functions)
         self._num_fallbacks = self._num_matrices = 0
 
+    def _keeps_spectrum(self) -> bool:
+        """Return whether this is a training forward with tensors that outlive it; those of `torch.func` don't."""
+        if not self.training or is_exporting():
+            return False
+        return torch.compiler.is_compiling() or not transforms_are_active()
+
     def _keep_spectrum(self, covariance: Tensor | None, eigenvalues: Tensor | None, noise: Tensor) -> None:
         """Keep the eigenvalues, given in ascending order, or without them the covariance, and its noise."""
-        if not self.training or is_exporting():
+        if not self._keeps_spectrum():
             return
         self._eigenvalues = None if eigenvalues is None else eigenvalues.detach().flip(-1)
         self._covariance = covariance.detach() if eigenvalues is None and covariance is not None else None

@@ -148,7 +148,9 @@ class _DecorrelatedBatchNorm(MetaLayer):
                 check_num_samples(num_samples, x.shape)
                 self._check_rank(num_samples)
                 # Tracing wants plain operations: the function has a graph of its own inside.
-                traced = torch.compiler.is_compiling() or private.transforms_are_active()
+                traced = (
+                    torch.compiler.is_compiling() or private.transforms_are_active() or private.forward_mode_is_on()
+                )
                 whitened: Callable[..., tuple[Tensor, Statistics]] = whiten_by_autograd if traced else whiten
                 y, statistics = whitened(x, gamma, beta, **options)
         except ArgumentError as error:
@@ -170,7 +172,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load a state of BatchNorm as well: its running variance gives a diagonal whitening matrix."""
-        variance = state_dict.pop(prefix + "running_var", None) if self.track_running_stats else None
+        variance = state_dict.pop(prefix + "running_var", None) if self.running_whitening is not None else None
         if variance is not None and prefix + "running_whitening" not in state_dict:
             whitening = diagonal_whitening(variance, self.batchnorm_eps, self.groups)
             state_dict[prefix + "running_whitening"] = whitening
@@ -210,7 +212,10 @@ class _DecorrelatedBatchNorm(MetaLayer):
     def _keep(self, statistics: Statistics) -> None:
         self._keep_spectrum(statistics.covariance, statistics.eigenvalues, statistics.noise)
         # Small, and there anyway: what a change of gauge is made from.
-        self._covariance, self._whitening = statistics.covariance, statistics.whitening
+        if self._keeps_spectrum():
+            self._covariance, self._whitening = statistics.covariance, statistics.whitening
+        if not self.track_running_stats:
+            return
         if self.running_mean is None or self.running_whitening is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
@@ -219,7 +224,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
             count = self.num_batches_tracked.to(at_least_float32(self.running_mean.dtype))
             momentum = count.reciprocal().to(self.running_mean.dtype)
         self.running_mean.lerp_(statistics.mean.flatten().to(self.running_mean), momentum)
-        self.running_whitening.lerp_(statistics.whitening.to(self.running_whitening), momentum)
+        self.running_whitening.lerp_(narrow(statistics.whitening, self.running_whitening), momentum)
 
     def _check_rank(self, num_samples: int) -> None:
         """Warn, once, about a training batch with too few samples for its covariance to have full rank."""

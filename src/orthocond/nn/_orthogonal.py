@@ -133,7 +133,9 @@ class OrthogonalKernel(nn.Module):
         with autocast_off(W.device):
             matrix = lift(self.layout.matrix(W))
             frame = _exponential_frame(_bounded(_tall(matrix)) if self.normalize else _tall(matrix))
-            base, tau = self.base.to(frame), self.tau.to(frame)
+            base = self.base.to(frame)
+            # Each tau follows from its reflector; the stored one was rounded on its own when the dtype changed.
+            tau = torch.where(self.tau != 0, 2 / (1 + base.tril(-1).square().sum(-2)), 0.0).to(frame)
             frame = torch.ormqr(base, tau, frame) * self.signs.to(frame).unsqueeze(-2)
             frame = frame if matrix.shape[-2] >= matrix.shape[-1] else frame.mT
             return narrow(self.layout.kernel(frame, W), W)

@@ -158,8 +158,8 @@ def _backward(
     h = incoming.sum()
     R = incoming.product(samples) - _outer(h, centre)
     leaf, S = ctx.graph
-    dgamma = (R * S.detach()).sum(-1).flatten() if ctx.needs_input_grad[1] else None
-    dbeta = h.flatten() if ctx.needs_input_grad[2] else None
+    dgamma = (R * S.detach()).sum(-1).reshape(-1) if ctx.needs_input_grad[1] else None
+    dbeta = h.reshape(-1) if ctx.needs_input_grad[2] else None
     if ctx.sync:  # also where this process needs no gradient of its input: the others wait for it
         R, h = summed([R, h], ctx.process_group)
     if not ctx.needs_input_grad[0]:

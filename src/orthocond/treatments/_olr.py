@@ -66,7 +66,7 @@ class OptimalLearningRate(Part):
             if self._num_steps >= self.steps:
                 return
             self._num_steps += 1
-        rate, weight, gradient = step.rate, step.weight, step.gradient
+        rate, weight, gradient = step.rate, step.weight, -step.gradient if step.is_ascent else step.gradient
         eta = optimal_learning_rate(
             weight.flatten(0, -2),
             gradient.flatten(0, -2),

@@ -101,6 +101,11 @@ class Step:
         return isinstance(self.optimizer, torch.optim.SGD) and not any(self._group[name] for name in settings)
 
     @property
+    def is_ascent(self) -> bool:
+        """Whether the optimizer adds the gradient instead of subtracting it."""
+        return bool(self._group.get("maximize", False))
+
+    @property
     def weight_decay(self) -> float:
         """The weight decay of SGD."""
         return float(self._group["weight_decay"])
