@@ -1,5 +1,6 @@
 """The observer: it sees every call, changes nothing, leaves nothing behind."""
 
+import gc
 import threading
 import warnings
 import weakref
@@ -332,6 +333,135 @@ def test_a_pseudo_inverse_that_inverts_noise():
     assert "torch.linalg.pinv(A, rtol=1e-4)" in diagnosis.findings[0].advice
 
 
+PSEUDO_INVERSES = {
+    "rtol": lambda A, t: torch.linalg.pinv(A, rtol=t),
+    "atol": lambda A, t: torch.linalg.pinv(A, atol=t),
+    "the larger of two": lambda A, t: torch.linalg.pinv(A, atol=t, rtol=1e-10),
+    "rcond": lambda A, t: torch.linalg.pinv(A, rcond=t),
+    "rcond by place": lambda A, t: torch.linalg.pinv(A, t),
+    "tensor rtol": lambda A, t: torch.linalg.pinv(A, rtol=torch.tensor(t)),
+    "tensor atol": lambda A, t: torch.linalg.pinv(A, atol=torch.tensor([t])),
+    "tensor rcond by place": lambda A, t: torch.linalg.pinv(A, torch.tensor(t)),
+    "pinverse": lambda A, t: torch.pinverse(A, rcond=t),
+    "pinverse by place": lambda A, t: torch.pinverse(A, t),
+    "method": lambda A, t: A.pinverse(t),
+}
+
+
+@pytest.mark.parametrize(("tolerance", "verdict"), [(1e-3, "healthy"), (1e-9, "ill-conditioned")])
+@pytest.mark.parametrize("name", PSEUDO_INVERSES)
+def test_every_tolerance_of_a_pseudo_inverse_is_read(name, tolerance, verdict):
+    A = torch.diag(torch.tensor([1.0, 1.0, 1e-6])).requires_grad_()
+    (plain,) = torch.autograd.grad(PSEUDO_INVERSES[name](A, tolerance).sum(), A)
+    with diagnose() as diagnosis:
+        (watched,) = torch.autograd.grad(PSEUDO_INVERSES[name](A, tolerance).sum(), A)
+    assert torch.equal(plain, watched)
+    assert not diagnosis.notes
+    assert [found.verdict for found in diagnosis.findings] == [verdict]
+
+
+@pytest.mark.parametrize("option", ["atol", "rtol"])
+@pytest.mark.parametrize(
+    ("tolerance", "num_affected"),
+    [([1e-3, 1e-9, 1e-3], 2), ([[1e-3], [1e-9]], 3), ([[1e-3] * 3, [1e-3, 1e-3, 1e-9]], 1)],
+)
+def test_a_batch_has_a_tolerance_for_each_matrix(tolerance, num_affected, option):
+    A = torch.diag(torch.tensor([1.0, 1.0, 1e-6])).repeat(2, 3, 1, 1).requires_grad_()
+    tolerance = torch.tensor(tolerance, dtype=torch.float64)
+    with diagnose() as diagnosis:
+        torch.linalg.pinv(A, **{option: tolerance}).sum().backward()
+        tolerance.zero_()  # what it holds later is not read
+    (found,) = diagnosis.findings
+    assert (found.verdict, found.num_affected, found.num_matrices) == ("ill-conditioned", num_affected, 6)
+
+
+def test_several_tolerances_for_one_matrix_are_said_to_be_unseen():
+    A = noise(2, 3, 3)
+    tolerances = torch.full((2, 1), 1e-3)
+    expected = torch.linalg.pinv(A, rtol=tolerances)
+    with diagnose() as diagnosis:
+        assert torch.equal(torch.linalg.pinv(A, rtol=tolerances), expected)
+    assert "several tolerances for one matrix" in diagnosis.notes[0]
+
+
+def test_the_default_tolerance_of_a_pseudo_inverse_is_that_of_torch():
+    calls = {
+        torch.linalg.pinv: "healthy",
+        lambda A: torch.linalg.pinv(A, atol=0.0): "healthy",
+        lambda A: torch.linalg.pinv(A, atol=1e-30): "ill-conditioned",  # then the default of rtol is zero
+        torch.pinverse: "ill-conditioned",  # its default is 1e-15, in float32 too
+    }
+    A = torch.diag(torch.tensor([1.0, 1.0, 1e-8])).requires_grad_()
+    with diagnose() as diagnosis:
+        for pseudo_inverse in calls:
+            result = pseudo_inverse(A)
+            result.sum().backward()
+            keeps_noise = result[2, 2] > 0
+            assert keeps_noise == (calls[pseudo_inverse] == "ill-conditioned")
+    assert [found.verdict for found in diagnosis.findings] == list(calls.values())
+
+
+INDEFINITE = torch.tensor([[1.0, 2.0, 0.0], [2.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+SEMIDEFINITE = torch.diag(torch.tensor([1.0, 1.0, 0.0]))
+
+
+@pytest.mark.parametrize("triangle", ["both", "lower", "upper"])
+@pytest.mark.parametrize(
+    ("A", "reason"),
+    [(INDEFINITE, "a negative eigenvalue (-1)"), (SEMIDEFINITE, "singular up to rounding")],
+    ids=["indefinite", "semidefinite"],
+)
+def test_a_failed_cholesky_factor_in_the_loss(A, reason, triangle):
+    A = {"both": A, "lower": A.tril(), "upper": A.triu()}[triangle].clone().requires_grad_()
+    with diagnose() as diagnosis:
+        L, info = torch.linalg.cholesky_ex(A, upper=triangle == "upper")
+        L.sum().backward()
+    (found,) = diagnosis.findings
+    assert info > 0
+    assert found.verdict == "singular"
+    assert reason in found.reason
+    assert "Cholesky factor" in found.reason
+    assert found.advice
+
+
+def test_a_failed_cholesky_factor_in_one_element_of_a_batch():
+    A = torch.stack([torch.eye(3), INDEFINITE, 2 * torch.eye(3)]).requires_grad_()
+    with diagnose() as diagnosis:
+        torch.linalg.cholesky_ex(A).L.sum().backward()
+    (found,) = diagnosis.findings
+    assert (found.verdict, found.num_affected, found.num_matrices) == ("singular", 1, 3)
+    assert "negative eigenvalue (-1)" in found.reason
+
+
+def test_a_failed_cholesky_factor_that_the_loss_leaves_out():
+    A = torch.stack([torch.eye(3), INDEFINITE]).requires_grad_()
+    with diagnose() as diagnosis:
+        torch.linalg.cholesky_ex(A)
+        L, info = torch.linalg.cholesky_ex(A)
+        L.where((info == 0)[:, None, None], 0.0).sum().backward()
+    assert [found.verdict for found in diagnosis.findings] == ["healthy", "healthy"]
+
+
+def test_a_failed_cholesky_factor_that_raises():
+    diagnosis = diagnose()
+    with pytest.raises(torch.linalg.LinAlgError), diagnosis:
+        torch.linalg.cholesky_ex(INDEFINITE, check_errors=True)
+    (found,) = diagnosis.findings
+    assert found.verdict == "singular"
+    assert "negative eigenvalue (-1)" in found.reason
+
+
+@pytest.mark.filterwarnings("ignore:torch.cholesky is deprecated:UserWarning")
+@pytest.mark.parametrize("factor", [torch.linalg.cholesky, torch.linalg.cholesky_ex, torch.cholesky])
+def test_rank_and_gap_are_unknown_after_a_cholesky_factorisation(factor):
+    with diagnose() as diagnosis:
+        factor(torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0, 1.0])))
+    (found,) = diagnosis.findings
+    assert (found.verdict, found.rank, found.gap) == ("healthy", None, None)
+    assert found.cond == pytest.approx(4, rel=0.1)
+    assert "rank" not in str(diagnosis)
+
+
 def test_layers_of_our_own():
     model = nn.Sequential(nn.Conv2d(3, 6, 3), DecorrelatedBatchNorm2d(6), CovariancePool2d())
     with diagnose(model) as diagnosis:
@@ -478,3 +608,20 @@ def test_it_does_not_warn():
         diagnosis = diagnose()
         gradients(network(), noise(64, 6), diagnosis)
     assert diagnosis.findings
+
+
+def test_the_condition_number_of_a_cholesky_factorisation():
+    with diagnose() as diagnosis:
+        torch.linalg.cholesky(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
+    assert diagnosis.findings[0].cond == pytest.approx(3, rel=0.05)
+
+
+def test_a_diagnosis_holds_no_graph_of_the_user():
+    A = torch.eye(2, requires_grad=True) * 2
+    node = weakref.ref(A)
+    with diagnose() as diagnosis:
+        torch.linalg.cholesky(input=A)
+    assert len(diagnosis.findings) == 1
+    del A
+    gc.collect()
+    assert node() is None

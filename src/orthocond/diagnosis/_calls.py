@@ -91,6 +91,8 @@ class Call:
     failure: str = ""
     values: Tensor | None = None
     """Eigenvalues or singular values ``(b, n)`` in float64."""
+    estimated: bool = False
+    """Whether ``values`` are estimates of the smallest and the largest alone, ``(b, 2)``."""
     spread: Spread | None = None
     gradients: list[Gradient] = field(default_factory=list)
     during_backward: bool = False
@@ -195,7 +197,11 @@ def begin(
         A.device,
         torch.finfo(A.dtype).eps,
         _autocast_unit(A.device.type),
-        {**kwargs, "functions": next((X for X in args if isinstance(X, tuple)), ())},
+        {
+            **{name: option for name, option in kwargs.items() if not isinstance(option, Tensor)},  # they hold graphs
+            "functions": next((X for X in args if isinstance(X, tuple)), ()),
+            **(_tolerances(function, A, args, kwargs) if kind == "pinv" else {}),
+        },
         during_backward=graph_task_id() != -1,
         of_samples=of_samples,
     )
@@ -204,6 +210,26 @@ def begin(
 def matrix_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the matrix among the arguments of a decomposition."""
     return next((X for X in (*args, *kwargs.values()) if isinstance(X, Tensor)), None)
+
+
+def _tolerances(function: str, A: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tolerances of a pseudo-inverse ``(b, 1)`` in float64, with torch's defaults; ``rcond`` is ``rtol``."""
+
+    def of_each(tolerance: Any) -> Tensor:
+        tolerance = torch.as_tensor(tolerance, dtype=torch.float64, device="cpu")
+        column: Tensor = tolerance.expand(torch.broadcast_shapes(tolerance.shape, A.shape[:-2])).reshape(-1, 1)
+        if len(column) != A[..., 0, 0].numel():
+            raise NotImplementedError(f"{function} with several tolerances for one matrix")
+        return column.clone()  # its owner may change it before it is read
+
+    relative = (*args[1:2], kwargs.get("rcond"), kwargs.get("rtol"))
+    rtol = next((tolerance for tolerance in relative if tolerance is not None), None)
+    atol = of_each(0.0 if kwargs.get("atol") is None else kwargs["atol"])
+    if rtol is not None:
+        return {"atol": atol, "rtol": of_each(rtol)}
+    # torch.pinverse keeps the default of its early days, whatever the dtype.
+    default = 1e-15 if function.endswith("pinverse") else max(A.shape[-2:]) * torch.finfo(A.dtype).eps
+    return {"atol": atol, "rtol": of_each(default).masked_fill(atol > 0, 0.0)}
 
 
 def _autocast_unit(device: str) -> float:
@@ -261,9 +287,10 @@ def measure(call: Call, A: Tensor, outputs: dict[str, Tensor]) -> None:
     elif call.kind == "cholesky":
         if "info" in outputs and bool((outputs["info"] > 0).any()):
             call.failure = "the matrix is not positive definite"
-            call.values = _wide(torch.linalg.eigvalsh(A.detach()), 1)
+            call.values = _wide(torch.linalg.eigvalsh(A.detach(), "U" if call.options.get("upper") else "L"), 1)
         else:
             call.values = _cholesky_values(A.detach(), outputs["factor"].detach(), call.options)
+            call.estimated = True
     else:
         call.values = torch.linalg.eigvalsh(_wide(A, 2))
     if call.kind == "svd":
@@ -283,7 +310,8 @@ def _matrix_unit(A: Tensor, call: Call) -> float:
 def _cholesky_values(A: Tensor, L: Tensor, options: dict[str, Any]) -> Tensor:
     """Return estimates of the largest and the smallest eigenvalue: a norm, and two steps of inverse iteration."""
     largest = torch.linalg.matrix_norm(A, 2 if A.shape[-1] < 3 else float("inf"))
-    x = torch.ones_like(A[..., :1])
+    # Along no eigenvector of a simple matrix, as ones would be of [[2, 1], [1, 2]].
+    x = torch.arange(1.0, A.shape[-1] + 1).cos().to(A).unsqueeze(-1).expand_as(A[..., :1])
     for _ in range(3):
         x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
         x = torch.cholesky_solve(x, L, upper=options.get("upper", False))
@@ -325,14 +353,15 @@ def measure_gradient(
         gradient = singular_gradient(call.values, both, arriving[1], arrive, back, call.spread, units)
     else:  # no eigenvectors in between: what comes back is the gradient
         finite = torch.isfinite(back).flatten(1).all(-1)
-        finite_in = torch.ones_like(finite)
+        finite_in, used = torch.ones_like(finite), torch.zeros_like(finite)
         for X in arriving:
             if X is not None:
                 finite_in &= torch.isfinite(X).flatten(1).all(-1)
+                used |= (X != 0).flatten(1).any(-1)
         one = torch.ones(len(back), dtype=torch.float64)
         yes = torch.ones_like(finite)
         lost = torch.where(finite, one, torch.inf)
-        gradient = Gradient(finite_in, finite, lost, 0 * one, yes, yes, call.spread.tied, 0)
+        gradient = Gradient(finite_in, finite, lost, 0 * one, yes, used, call.spread.tied, 0)
     call.gradients.append(gradient)
 
 

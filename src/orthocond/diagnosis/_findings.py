@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from orthocond.diagnosis._calls import Call
-from orthocond.diagnosis._measure import Gradient
+from orthocond.diagnosis._measure import Gradient, Spread
 
 __all__ = ["VERDICTS", "Finding", "finding"]
 
@@ -49,11 +49,11 @@ class Finding:
     dtype: str
     device: str
     rank: int | None
-    """Number of eigenvalues or singular values above rounding."""
+    """Number of eigenvalues or singular values above rounding; None if unknown, as after a Cholesky factorisation."""
     cond: float | None
     """Largest over smallest eigenvalue, as absolute values."""
     gap: float | None
-    """Smallest distance between two eigenvalues over the largest absolute value."""
+    """Smallest distance between two eigenvalues over the largest absolute value; None where ``rank`` is."""
     gradient_finite: bool | None
     """Whether the gradient that came back is finite; None if no backward pass was seen."""
     amplification: float | None
@@ -94,9 +94,9 @@ def finding(call: Call, *, interrupted: bool) -> Finding:
         call.shape,
         str(call.dtype).removeprefix("torch."),
         str(call.device),
-        None if s is None else int(s.rank[worst]),
+        None if s is None or call.estimated else int(s.rank[worst]),
         None if s is None else float(s.cond[worst]),
-        None if s is None else float(s.gap[worst]),
+        None if s is None or call.estimated else float(s.gap[worst]),
         None if gradient is None else bool(gradient.finite[worst]),
         None if gradient is None else float(gradient.amplification[worst]),
         None if gradient is None or not _at(gradient.finite_in, worst) else bool(gradient.consistent[worst]),
@@ -129,13 +129,19 @@ def _level_of_matrix(call: Call, interrupted: bool) -> torch.Tensor:
     assert s is not None
     n = s.null.shape[-1]
     levels = torch.full_like(s.rank, VERDICTS.index("healthy"))
-    if call.failure and not call.function.endswith("cholesky_ex"):
-        lost = (s.rank < n) | s.negative
-        return torch.where(lost | ~lost.any(), VERDICTS.index("singular"), levels)
+    raised = not call.function.endswith("cholesky_ex") or call.options.get("check_errors")
+    if call.failure and raised:  # without an exception, the caller may have looked at info and dropped the factor
+        return torch.where(_failed(s), VERDICTS.index("singular"), levels)
     if call.requires_grad and interrupted and call.kind in ("eigh", "svd"):
         levels = torch.where(s.tied, VERDICTS.index("ties"), levels)
         levels = torch.where((s.rank < n) | (s.negative & (call.kind == "eigh")), VERDICTS.index("singular"), levels)
     return levels
+
+
+def _failed(s: Spread) -> torch.Tensor:
+    """Return which matrices made a call fail: all of them if their eigenvalues don't tell."""
+    failed = (s.rank < s.null.shape[-1]) | s.negative
+    return failed | ~failed.any()
 
 
 def _level(call: Call, g: Gradient) -> torch.Tensor:
@@ -143,7 +149,7 @@ def _level(call: Call, g: Gradient) -> torch.Tensor:
     assert s is not None
     n = s.null.shape[-1]
     lost = ~g.finite | (call.unit * g.amplification > _LOST) | (g.noise > _LOST)
-    deficient = (s.rank < n) | (s.negative & ~g.finite_in)
+    deficient = _failed(s) if call.failure else (s.rank < n) | (s.negative & ~g.finite_in)
     inverted = g.focus | ~g.finite_in | ~g.finite
     ill = s.small.any(-1)
     levels = torch.full_like(s.rank, VERDICTS.index("healthy"))
@@ -169,7 +175,7 @@ def _inverts_noise(call: Call) -> torch.Tensor:
     assert values is not None
     noise = call.unit / _LOST * values.abs().amax(-1)
     if call.kind == "pinv":
-        kept = ~s.null if call.options.get("rtol") is None else values > float(call.options["rtol"]) * values[:, :1]
+        kept = values > torch.maximum(call.options["atol"], call.options["rtol"] * values[:, :1])
         return (kept & (values < noise.unsqueeze(-1))).any(-1)
     eps, functions = float(call.options.get("eps", 0.0)), str(call.options["functions"])
     inverts = any(sign in functions for sign in ("inv", "log", "-"))  # inv_sqrt, log, and negative powers
