@@ -17,7 +17,7 @@ from orthocond.nn import DecorrelatedBatchNorm2d, orthogonal_weight
 from cases import matrices, noise
 
 SOURCE = Path(orthocond.__file__).parent
-# The name of a module that may be loaded; a base class that torch's own pages name; what only the benchmark uses.
+# The name of a module that may be loaded; base classes that torch's own pages name; what only the benchmark uses.
 ALLOWED = re.compile(r'"torch\._dynamo"|\b_BatchNorm\b|_python_dispatch|_pytree import tree_leaves')
 PRIVATE = re.compile(r"torch\.(\w+\.)*_[a-z]|forward_ad\._|modules\.\w+\._|from torch\S* import .*\b_[a-z]")
 

@@ -291,6 +291,63 @@ class Tied(nn.Module):
         return torch.nn.functional.linear(self.norm(self.linear(x)), self.linear.weight.t())
 
 
+class Penalized(nn.Module):
+    """Returns a second number, which doesn't depend on the input."""
+
+    def __init__(self, penalty):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), DecorrelatedBatchNorm2d(4)
+        self.penalty = penalty
+
+    def forward(self, x):
+        return self.norm(self.conv(x)), self.penalty(self)
+
+
+PENALTIES = {
+    "parameters": lambda net: sum(p.square().sum() for p in net.conv.parameters()),
+    "named_parameters": lambda net: dict(net.named_parameters())["conv.weight"].abs().sum(),
+    "state_dict": lambda net: net.conv.state_dict()["bias"].norm(),
+    "data": lambda net: next(net.parameters()).data.sum(),
+    "a list": lambda net: torch.cat([p.flatten() for p in net.conv.parameters()]).norm(),
+}
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)
+def test_fold_leaves_a_weight_alone_that_the_model_computes_with(penalty, frozen, context):
+    model = trained(Penalized(penalty), (8, 3, 6, 6)).requires_grad_(not frozen)
+    reason = "'norm' became a 1x1 convolution, because the model also computes with the parameters of 'conv'"
+    x = noise(8, 3, 6, 6, seed=99)
+    with context():
+        with pytest.warns(OrthocondWarning, match=reason):
+            folded = fold(model)
+        for output, expected in zip(folded(x), model(x), strict=True):
+            assert torch.allclose(output, expected, atol=1e-4)
+    assert isinstance(folded.norm, nn.Conv2d)
+    assert all(p.requires_grad != frozen for p in folded.conv.parameters())
+
+
+@pytest.mark.parametrize("with_layer", [True, False])
+def test_fold_says_when_the_model_computes_with_parameters_that_disappear(with_layer):
+    model = Penalized(lambda net: sum(p.square().sum() for p in net.parameters()))
+    if not with_layer:
+        model.conv = nn.ReLU()
+    trained(model, (8, 4 - with_layer, 6, 6))
+    with pytest.warns(OrthocondWarning, match="the parameters of 'norm'; compare the outputs"):
+        folded = fold(model)
+    assert isinstance(folded.norm, nn.Conv2d)
+
+
+def test_what_a_model_asks_of_a_parameter_besides_its_numbers_does_not_matter():
+    def penalty(net):
+        weight = next(net.parameters())
+        return weight.new_zeros(3, device=weight.device) + torch.ones_like(weight).sum() * weight.numel()
+
+    folded = fold(trained(Penalized(penalty), (8, 3, 6, 6)))
+    assert isinstance(folded.norm, nn.Identity)
+
+
 class Optional(nn.Module):
     """The convolution's output goes two ways unless an argument is given."""
 

@@ -36,7 +36,8 @@ def fold(module: M, *, keep_keys: bool = False) -> M:
     The order of the layers is read from `torch.fx` traces: of the model or, where it can't be traced, of the parts
     that can. A linear layer is assumed to map ``(N, in)`` to ``(N, out)``, unless the last input of the norm after it
     had three dimensions. Monitors and treatments stay with the original. A norm that becomes a convolution because its
-    surroundings can't be traced or because of a hook gives a warning with the reason.
+    surroundings can't be traced, because of a hook, or because the model computes with what ``parameters()`` returns
+    (a penalty on the weights) gives a warning with the reason.
 
     Args:
         module: any model; it is not changed.

@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from orthocond._core.private import tree_map_only
 from orthocond._core.tracing import LINEAR_LAYERS, Tracer
 from orthocond.nn._norm import _DecorrelatedBatchNorm
 
@@ -51,7 +53,14 @@ def layers_in_front(model: nn.Module) -> tuple[dict[nn.Module, nn.Module], dict[
         else:
             in_front[norm] = layer
     for norm, name in names.items():
-        if isinstance(norm, _DecorrelatedBatchNorm) and norm not in search.seen:
+        if not isinstance(norm, _DecorrelatedBatchNorm):
+            continue
+        layers = [norm, in_front[norm]] if norm in in_front else [norm]
+        read = next((layer for layer in layers if not search.read.isdisjoint(layer.parameters(recurse=False))), None)
+        if read is not None:
+            in_front.pop(norm, None)
+            reasons[norm] = f"the model also computes with the parameters of {names[read]!r}; compare the outputs"
+        elif norm not in search.seen:
             parents = [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)] + [""]
             told = (search.failures.get(model.get_submodule(parent)) for parent in parents)
             reasons[norm] = next((reason for reason in told if reason), "its surroundings can't be traced")
@@ -65,6 +74,7 @@ class _Search:
         self.model = model
         self.pairs: dict[_DecorrelatedBatchNorm, nn.Module] = {}
         self.seen: set[nn.Module] = set()
+        self.read: set[nn.Parameter] = set()
         self.failures: dict[nn.Module, str] = {}
         self.look_into(model)
 
@@ -91,7 +101,8 @@ class _Search:
                 self.look_into(child)
 
     def _pairs_of(self, module: nn.Module, arguments: dict[str, Any]) -> dict[_DecorrelatedBatchNorm, nn.Module]:
-        graph = Tracer().trace(module, arguments)
+        with _Reading(self.read):
+            graph = Tracer().trace(module, arguments)
         calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
         read = {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
         modules = dict(module.named_modules(remove_duplicate=False))
@@ -108,6 +119,24 @@ class _Search:
             if calls[node.target] == calls[before.target] == 1 and type(modules[before.target]) in LINEAR_LAYERS:
                 pairs[norm] = modules[before.target]
         return pairs
+
+
+class _Reading(TorchDispatchMode):
+    """Collects the parameters that a model computes with while it is traced.
+
+    The trace itself shows those that are attributes (``self.conv.weight``), but those of ``parameters()`` only where
+    they meet an input: what is computed from them alone is a constant.
+    """
+
+    def __init__(self, read: set[nn.Parameter]) -> None:
+        super().__init__()
+        self.read = read
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if not name.startswith("new_") and not name.endswith("_like"):  # those take the shape, not the numbers
+            tree_map_only(nn.Parameter, self.read.add, (args, kwargs))
+        return function(*args, **(kwargs or {}))
 
 
 def _has_forward(module: nn.Module) -> bool:
