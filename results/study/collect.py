@@ -76,7 +76,7 @@ def summary(folder: Path, config: Record) -> tuple[Record, dict[str, np.ndarray]
         "seed": config["seed"],
         "steps": len(steps),
         "error": next(record["val_error"] for record in reversed(records) if record["kind"] == "epoch"),
-        **{name: digits(float(np.mean(part))) for name, part in zip(QUARTERS, np.split(losses, 4), strict=True)},
+        **{name: digits(float(np.mean(part))) for name, part in zip(QUARTERS, np.array_split(losses, 4), strict=True)},
         **{name: digits(median(columns[name][later])) for name in CONDITIONS},
         "largest_cond_support": digits(_of_known(np.max, columns["cond_support"][later])),
         "below_threshold": digits(_of_known(np.mean, columns["cond_support"][later], lambda cond: cond < THRESHOLD)),

@@ -306,6 +306,7 @@ TABLES: dict[str, Callable[[list[Record]], Table]] = {
     "summary": summary_table,
     "published": lambda _: published_table("published"),
     "published-defaults": lambda _: published_table("published-defaults"),
+    "published-batch-128": lambda _: published_table("published-batch-128"),
     "tuned": lambda _: published_table("tuned"),
     "inexact": inexact_table,
     "rates": rates_table,
