@@ -21,6 +21,7 @@ __all__ = [
     "OrthocondError",
     "OrthocondWarning",
     "SolverError",
+    "check_broadcast",
     "check_choice",
     "check_floating",
     "check_matrix",
@@ -185,7 +186,28 @@ def check_square(A: Tensor, caller: str, *, allow_complex: bool = False) -> None
         )
 
 
-def check_nonnegative(value: float, name: str, caller: str) -> None:
+def check_broadcast(caller: str, *batches: torch.Size) -> None:
+    """Raise unless batch dimensions broadcast.
+
+    Example:
+        >>> try:
+        ...     check_broadcast("my_function", torch.Size([2]), torch.Size([3]))
+        ... except ArgumentError as error:
+        ...     print(error)
+        my_function expected batch dimensions that broadcast, got (2,) and (3,); make them equal, or 1.
+    """
+    if torch.compiler.is_compiling():
+        return
+    try:
+        torch.broadcast_shapes(*batches)
+    except RuntimeError:
+        shapes = " and ".join(str(tuple(batch)) for batch in batches)
+        raise ArgumentError(
+            f"{caller} expected batch dimensions that broadcast, got {shapes}; make them equal, or 1."
+        ) from None
+
+
+def check_nonnegative(value: object, name: str, caller: str) -> None:
     """Raise unless ``value`` is a finite number that is not negative.
 
     Example:
@@ -197,6 +219,12 @@ def check_nonnegative(value: float, name: str, caller: str) -> None:
     """
     if torch.compiler.is_compiling():  # the value may be symbolic there
         return
+    if isinstance(value, Tensor) and (value.requires_grad or value.numel() != 1):
+        learned = f"; a learned {name} can be added to the matrix, as {name} * torch.eye(n)" if name == "eps" else ""
+        raise ArgumentError(
+            f"{caller} expected {name} to be a number, which has no gradient, got a tensor of shape "
+            f"{tuple(value.shape)}; pass {name}.item(){learned}."
+        )
     if not (isinstance(value, float | int | SupportsFloat) and 0 <= float(value) < math.inf):
         raise ArgumentError(
             f"{caller} expected a finite number {name} >= 0, got {name}={value!r}; pass e.g. {name}=1e-5."

@@ -32,6 +32,7 @@ __all__ = [
     "saved_tensors_hooks",
     "set_forward_mode",
     "transforms_are_active",
+    "transforms_are_seen",
     "tree_map_only",
     "uncompiled_call",
     "unwrap_dead_wrappers",
@@ -94,6 +95,11 @@ saved_tensors_hooks: Callable[[bool], tuple[Any, ...] | None] = _looked_up("save
 """Return the hooks that get what is saved for gradients (the argument: while tracing, too); None: there are none."""
 tree_map_only: Callable[[type, Callable[[Any], Any], Any], Any] = _looked_up("tree_map_only")
 """Return nested containers with a function applied to everything of a kind."""
+
+
+def transforms_are_seen() -> bool:
+    """Return whether a transform of `torch.func` is active; False, not True, where torch can't tell."""
+    return transforms_are_active is not NAMES["transforms_are_active"][1] and transforms_are_active()
 
 
 def forward_mode_is_on() -> bool:

@@ -59,12 +59,11 @@ def resolve(registry: Mapping[str, E], choice: str, argument: str, caller: str) 
     check_choice(name, registry, argument, caller)
     entry = registry[name]
     options: dict[str, Any] = dict(entry.options)
-    known = ", ".join(f"{option}={spelled(default)}" for option, default in options.items()) or "none"
     if problem:
-        raise ArgumentError(f"{caller} got {argument}={choice!r} {problem}; the options are: {known}.")
+        raise ArgumentError(f"{caller} got {argument}={choice!r} {problem}; the options are: {_known(entry)}.")
     for key, text in texts.items():
         if key not in options:
-            raise ArgumentError(f"{caller} got {argument}={choice!r}; the options of {name} are: {known}.")
+            raise ArgumentError(f"{caller} got {argument}={choice!r}; the options of {name} are: {_known(entry)}.")
         kind = Kind(type(entry.options[key]))
         is_number = kind.type in (int, float)
         try:
@@ -75,5 +74,12 @@ def resolve(registry: Mapping[str, E], choice: str, argument: str, caller: str) 
                 raise ValueError
         except (ValueError, OverflowError):
             what = f"{kind} > 0" if is_number and not entry.signed_options else str(kind)
-            raise ArgumentError(f"{caller} got {argument}={choice!r}; {key} takes {what}, e.g. {known}.") from None
+            raise ArgumentError(
+                f"{caller} got {argument}={choice!r}; {key} takes {what}, e.g. {_known(entry)}."
+            ) from None
     return entry, options
+
+
+def _known(entry: Entry) -> str:
+    """Return the options of an entry as text, for messages alone: torch.compile can't trace it for every option."""
+    return ", ".join(f"{option}={spelled(default)}" for option, default in entry.options.items()) or "none"

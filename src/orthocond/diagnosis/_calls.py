@@ -324,7 +324,10 @@ def measure_failure(call: Call, A: Tensor) -> None:
     call.finite_input = _is_finite(A)
     if call.finite_input and call.shape[-1] == call.shape[-2]:
         wide = covariance(_wide(A, 2)) if call.of_samples else _wide(A, 2)
-        call.values = torch.linalg.eigvalsh((wide + wide.mH) / 2)
+        if call.kind == "cholesky":  # which reads one triangle
+            call.values = torch.linalg.eigvalsh(wide, "U" if call.options.get("upper") else "L")
+        else:
+            call.values = torch.linalg.eigvalsh((wide + wide.mH) / 2)
         call.spread = spread(call.values, call.size, _matrix_unit(A, call))
 
 

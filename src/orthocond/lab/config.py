@@ -15,7 +15,7 @@ from orthocond.lab.methods import method
 from orthocond.lab.models import MODELS
 from orthocond.linalg import GRADIENTS, SOLVERS
 from orthocond.nn import CovariancePool2d
-from orthocond.treatments import TREATMENTS, canonical, parsed_choice, split_outside
+from orthocond.treatments import TREATMENTS, canonical, parse, parsed_choice, split_outside
 
 __all__ = [
     "OPTIMIZERS",
@@ -180,7 +180,16 @@ def check_effect(given: Mapping[str, Any], config: Config, methods: Iterable[str
         ArgumentError: exact condition numbers are wanted where nothing is estimated or watched, or a learning rate for
             a layer that no network has.
     """
+    methods = list(methods)
     solvers = {method(name, config.parts).solver for name in methods}
+    if "parts" in given:
+        used = {part.name for name in methods for part in parse(method(name, config.parts).treatment)}
+        unused = [part.name for part in parse(config.parts) if repr(part) == part.name not in used]
+        if unused:
+            raise ArgumentError(
+                f"parts gives no option of {' and '.join(unused)}, which no method has; to treat the layer, write it "
+                f"into the method, e.g. svd+{'+'.join(unused)}."
+            )
     if "monitor_exact" in given and config.monitor == "none":
         raise ArgumentError("monitor_exact has no effect with monitor=none, which watches nothing; leave one out.")
     if "monitor_exact" in given and "products" not in solvers:
@@ -297,9 +306,10 @@ def from_json(text: str) -> Config:
         ArgumentError: it is damaged, or from another version of orthocond.
     """
     try:
-        return from_settings(json.loads(text))
+        settings = json.loads(text)
     except (ValueError, RecursionError):
         raise ArgumentError("the configuration is damaged: it is not valid JSON; restore it from a copy.") from None
+    return from_settings(settings)
 
 
 def from_settings(settings: Any) -> Config:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from orthocond._core.applying import applied, with_forward_mode
 from orthocond._core.precision import autocast_off, narrow, widen
-from orthocond.errors import ArgumentError, check_matrix, check_square
+from orthocond.errors import ArgumentError, check_broadcast, check_floating, check_matrix, check_square
 from orthocond.linalg._eigen import Context
 from orthocond.linalg._polar import nearest_orthogonal
 from orthocond.linalg._roots import default_rtol, matrix_sqrth
@@ -50,6 +50,7 @@ def bures_distance(A: Tensor, B: Tensor) -> Tensor:
     for matrix in (A, B):
         check_square(matrix, "bures_distance", allow_complex=True)
     _check_same("bures_distance", A.shape[-1], B.shape[-1])
+    check_broadcast("bures_distance", A.shape[:-2], B.shape[:-2])
     with autocast_off(A.device):
         return _narrow(_bures(A, B), A)
 
@@ -83,6 +84,8 @@ def gaussian_frechet_distance(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: 
     for mean, covariance in ((mean1, cov1), (mean2, cov2)):
         _check_gaussian("gaussian_frechet_distance", mean, covariance)
     _check_same("gaussian_frechet_distance", cov1.shape[-1], cov2.shape[-1])
+    batches = mean1.shape[:-1], cov1.shape[:-2], mean2.shape[:-1], cov2.shape[:-2]
+    check_broadcast("gaussian_frechet_distance", *batches)
     with autocast_off(mean1.device):
         return _narrow(_squared(widen(mean1) - widen(mean2)) + _bures(cov1, cov2), mean1)
 
@@ -126,6 +129,7 @@ def frechet_distance(X: Tensor, Y: Tensor | tuple[Tensor, Tensor], *, dim: int =
         centred = (wide - mean.unsqueeze(-1)) / num**0.5
         if reference is not None:
             _check_same("frechet_distance", samples.shape[-2], reference.shape[-2])
+            check_broadcast("frechet_distance", samples.shape[:-2], reference.shape[:-2])
             other = widen(reference)
             other_mean = other.mean(-1)
             other_centred = (other - other_mean.unsqueeze(-1)) / reference.shape[-1] ** 0.5
@@ -135,11 +139,13 @@ def frechet_distance(X: Tensor, Y: Tensor | tuple[Tensor, Tensor], *, dim: int =
             assert isinstance(Y, tuple)
             if len(Y) != 2:
                 raise ArgumentError(
-                    f"frechet_distance expected features, or a mean and a covariance, got {len(Y)} parts."
+                    "frechet_distance expected features, or a mean and a covariance, got a tuple of length "
+                    f"{len(Y)}; pass (mean, covariance)."
                 )
             other_mean, other_covariance = Y
             _check_gaussian("frechet_distance", other_mean, other_covariance)
             _check_same("frechet_distance", samples.shape[-2], other_covariance.shape[-1])
+            check_broadcast("frechet_distance", mean.shape[:-1], other_mean.shape[:-1], other_covariance.shape[:-2])
             other_mean, B = widen(other_mean), widen(other_covariance)
             traces = _squared(centred.flatten(-2)) + _trace(B)
             if num <= samples.shape[-2]:  # tr (L^H B L)^(1/2) of the samples' size
@@ -217,6 +223,7 @@ def _samples(name: str, X: Tensor, dim: int) -> Tensor:
 
 
 def _check_gaussian(caller: str, mean: Tensor, covariance: Tensor) -> None:
+    check_floating(mean, caller, allow_complex=True)
     check_square(covariance, caller, allow_complex=True)
     if mean.ndim < 1 or mean.shape[-1] != covariance.shape[-1]:
         raise ArgumentError(

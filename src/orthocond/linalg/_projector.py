@@ -1,5 +1,7 @@
 """Projectors on invariant subspaces, and single eigenvectors, of symmetric matrices."""
 
+from typing import SupportsIndex
+
 import torch
 from torch import Tensor
 
@@ -55,8 +57,8 @@ def spectral_projector(A: Tensor, k: int, *, largest: bool = True) -> Tensor:
     """
     check_square(A, "spectral_projector")
     n = A.shape[-1]
-    if not 0 <= k <= n:
-        raise ArgumentError(f"spectral_projector expected 0 <= k <= {n} for {n}x{n} matrices, got k={k}.")
+    if not isinstance(k, SupportsIndex) or not 0 <= k <= n:
+        raise ArgumentError(f"spectral_projector expected an integer 0 <= k <= {n} for {n}x{n} matrices, got k={k}.")
     if k in (0, n) or not A.numel():  # nothing that could turn
         return torch.zeros_like(A) + (k > 0) * torch.eye(n, dtype=A.dtype, device=A.device)
     with autocast_off(A.device):

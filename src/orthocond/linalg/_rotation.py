@@ -7,7 +7,7 @@ from torch import Tensor
 
 from orthocond._core.overriding import overridable
 from orthocond._core.precision import at_least_float32, autocast_off, lift, narrow, widen
-from orthocond.errors import ArgumentError, check_floating, check_matrix
+from orthocond.errors import ArgumentError, check_broadcast, check_floating, check_matrix
 from orthocond.linalg._decompose import svd
 from orthocond.linalg._factor import rotation_factor
 from orthocond.linalg._polar import nearest_orthogonal, power_of_two_scale
@@ -170,6 +170,7 @@ def procrustes(
             raise ArgumentError(
                 f"procrustes expected weights (..., n) for {X.shape[-2]} points, got {tuple(weights.shape)}."
             )
+    check_broadcast("procrustes", X.shape[:-2], Y.shape[:-2], torch.Size(()) if weights is None else weights.shape[:-1])
     like = X if X.dtype == torch.promote_types(X.dtype, Y.dtype) else Y
     with autocast_off(X.device):
         wide_weights = None if weights is None else _wide(weights)

@@ -289,7 +289,7 @@ def _through_factor(G: Tensor, T: Tensor, Vh: Tensor, gVh: Tensor, D: Tensor, *,
 
 def _large_product(P: Tensor, Q: Tensor) -> Tensor:
     """Return ``P Q``, of which one matrix or the result is ``d x d``."""
-    if P.ndim == 3 and len(P) and is_faster(P, Q):
+    if is_faster(P, Q) and P.ndim == 3 and len(P):  # len would fix a size that is dynamic where this is compiled
         fewest = _MULTIPLICATIONS if torch.get_num_threads() == 1 else _SHARED_MULTIPLICATIONS
         if P.shape[-2] * P.shape[-1] * Q.shape[-1] >= fewest:
             return torch.stack([linear(*pair) for pair in zip(P.unbind(), Q.mT.unbind(), strict=True)])

@@ -155,6 +155,7 @@ def probe(n: int, dtype: torch.dtype, device: torch.device) -> Probe:
     It comes from a generator of its own: the user's random state stays as it is. No entry is small, so that diagonal
     matrices are checked as well as others.
     """
+    n = int(n)  # torch.jit.trace has sizes that are tensors
     key = (n, dtype, device)
     known = _probes.get(key)
     if known is not None:

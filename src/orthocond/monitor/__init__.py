@@ -16,7 +16,7 @@ from orthocond._core.applying import is_plain
 from orthocond._core.compiling import HookNotice, uncompiled
 from orthocond._core.observing import Observation
 from orthocond._core.precision import widen
-from orthocond._core.private import graph_task_id, transforms_are_active
+from orthocond._core.private import graph_task_id, transforms_are_seen
 from orthocond.errors import (
     ArgumentError,
     NonFiniteError,
@@ -322,7 +322,8 @@ class ConditionMonitor:
     def _before(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if layer is not self._layers[name]:  # a copy of the model has a copy of the hook
             return
-        if transforms_are_active() or graph_task_id() != -1:  # torch.func, or a checkpoint repeats a forward
+        self._failures_before.pop(name, None)  # of a forward that raised
+        if transforms_are_seen() or graph_task_id() != -1:  # torch.func, or a checkpoint repeats a forward
             return
         is_due = self._is_due(name, layer) and not self._has_own(layer, name)
         self._measured[name] = self._of_input(name, layer, tensors((args, kwargs))) if is_due else None
@@ -422,6 +423,10 @@ def _watched(model: nn.Module, names: Iterable[str]) -> tuple[dict[str, nn.Modul
     layers: dict[str, nn.Module] = {name: layer for name, layer in modules.items() if isinstance(layer, MetaLayer)}
     named = []
     for name in names:
+        if not isinstance(name, str):
+            raise ArgumentError(
+                f"ConditionMonitor expected dotted names, got {type(name).__name__}; pass e.g. layers=['bn1']."
+            )
         plain = _plain(name) if _plain(name) in modules else _plain(name).removeprefix("module.")
         check_choice(plain, modules, "layer", "ConditionMonitor")
         layers[plain] = modules[plain]

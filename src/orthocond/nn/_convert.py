@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from orthocond.errors import ArgumentError, OrthocondWarning, check_choice
+from orthocond.errors import ArgumentError, OrthocondWarning, check_choice, check_module
 from orthocond.nn._hooks import CALLED
 from orthocond.nn._norm import (
     DecorrelatedBatchNorm1d,
@@ -62,6 +62,7 @@ def convert_batchnorm(module: nn.Module, names: Iterable[str] | None = None, **o
         >>> convert_batchnorm(model, ["1"])[1]
         DecorrelatedBatchNorm2d(8, momentum=0.1, affine=True, track_running_stats=True, eps=0.0, rtol=0.0001)
     """
+    check_module(module, "convert_batchnorm")
     norms = {
         name: layer for name, layer in module.named_modules(remove_duplicate=False) if isinstance(layer, _BatchNorm)
     }
@@ -102,7 +103,8 @@ def _converted(name: str, layer: Any, options: dict[str, Any]) -> _DecorrelatedB
     if layer.affine:
         new.weight, new.bias = layer.weight, layer.bias
     new.batchnorm_eps = layer.eps
-    new.track_running_stats = layer.track_running_stats
+    if "track_running_stats" not in options:
+        new.track_running_stats = layer.track_running_stats
     if new.running_mean is not None and new.running_whitening is not None and layer.running_mean is not None:
         new.running_mean.copy_(layer.running_mean)
         new.running_whitening.copy_(diagonal_whitening(layer.running_var, layer.eps, new.groups))
@@ -155,7 +157,9 @@ def _what_it_does_besides(layer: _BatchNorm, base: type[nn.Module]) -> str:
     sizes: dict[type[nn.Module], tuple[int, ...]] = {nn.BatchNorm1d: (), nn.BatchNorm3d: (2, 3, 3)}
     like = next((part for part in (layer.weight, layer.running_mean) if part is not None), torch.empty(0))
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(5, layer.num_features, *sizes.get(base, (3, 3)), generator=generator, dtype=torch.float64).to(like)
+    x = torch.randn(
+        5, layer.num_features, *sizes.get(base, (3, 3)), generator=generator, dtype=torch.float64, device="cpu"
+    ).to(like)
     for training in (True, False):
         if training and base is nn.SyncBatchNorm:  # which runs on a GPU alone
             continue

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from orthocond._core.layout import Layout
-from orthocond.errors import OrthocondWarning
+from orthocond.errors import OrthocondWarning, check_module
 from orthocond.nn._hooks import FORWARD, FORWARD_HOOKS
 from orthocond.nn._in_front import layers_in_front
 from orthocond.nn._norm import _DecorrelatedBatchNorm
@@ -37,7 +37,7 @@ def fold(module: M, *, keep_keys: bool = False) -> M:
     that can. A linear layer is assumed to map ``(N, in)`` to ``(N, out)``, unless the last input of the norm after it
     had three dimensions. Monitors and treatments stay with the original. A norm that becomes a convolution because its
     surroundings can't be traced, because of a hook, or because the model computes with what ``parameters()`` returns
-    (a penalty on the weights) gives a warning with the reason.
+    (a penalty on the weights, seen where the model can be traced) gives a warning with the reason.
 
     Args:
         module: any model; it is not changed.
@@ -57,6 +57,7 @@ def fold(module: M, *, keep_keys: bool = False) -> M:
           (2): ReLU()
         )
     """
+    check_module(module, "fold")
     folded = _copied(module).eval()
     for layer in folded.modules():
         if parametrize.is_parametrized(layer):

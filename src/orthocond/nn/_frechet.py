@@ -1,9 +1,12 @@
 """The Frechet distance to a running reference, as a loss."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
-from orthocond.errors import ArgumentError, check_floating
+from orthocond._core.precision import at_least_float32, narrow
+from orthocond.errors import ArgumentError, NonFiniteError, check_floating
 from orthocond.linalg import covariance, frechet_distance
 
 __all__ = ["FrechetLoss"]
@@ -31,7 +34,8 @@ class FrechetLoss(nn.Module):
     Shape: features ``(N, num_features)`` to a scalar.
 
     Raises:
-        ArgumentError: a wrong shape, or no reference yet.
+        ArgumentError: a wrong shape, or no reference yet (in compiled code the loss is NaN then).
+        NonFiniteError: reference features with NaN or infinity; the reference stays as it was.
 
     Reference:
         Heusel et al., GANs trained by a two time-scale update rule, NeurIPS 2017.
@@ -73,24 +77,36 @@ class FrechetLoss(nn.Module):
         self._check(x)
         if reference is not None and self.training:
             self.update(reference)
-        if self.num_samples_tracked == 0:
+        if not torch.compiler.is_compiling() and self.num_samples_tracked == 0:
             raise ArgumentError(
                 "FrechetLoss has no reference yet; call update(features) first, or pass reference features in training."
             )
-        return frechet_distance(x, (self.running_mean, self.running_covariance), dim=0)
+        # Copies: the buffers may be updated before the backward pass.
+        distance = frechet_distance(x, (self.running_mean.clone(), self.running_covariance.clone()), dim=0)
+        if torch.compiler.is_compiling():  # a graph can't raise for what depends on its data
+            return torch.where(self.num_samples_tracked > 0, distance, math.nan)
+        return distance
 
     @torch.no_grad()
     def update(self, reference: Tensor) -> None:
         """Add reference features ``(N, C)``."""
         self._check(reference)
-        samples = reference.to(self.running_mean)
+        dtype = at_least_float32(self.running_mean.dtype)
+        samples = reference.to(self.running_mean.device, dtype)
         mean, P, num = samples.mean(0), covariance(samples, dim=0), samples.shape[0]
+        if not P.isfinite().all():
+            raise NonFiniteError(
+                "FrechetLoss got reference features that hold NaN or infinity; the reference is unchanged. Look for "
+                "the overflow in the network that computes them, or leave the batch out."
+            )
         total = int(self.num_samples_tracked) + num
         weight = num / total if self.momentum is None or total == num else self.momentum
         # The covariance of two samples together, of weights w and 1 - w, has the part w (1 - w) of the means' distance.
-        offset = mean - self.running_mean
-        self.running_covariance.lerp_(P, weight).add_(torch.outer(offset, offset), alpha=weight * (1 - weight))
-        self.running_mean.lerp_(mean, weight)
+        old_mean, old_covariance = self.running_mean.to(dtype), self.running_covariance.to(dtype)
+        offset = mean - old_mean
+        new = torch.lerp(old_covariance, P, weight).add_(torch.outer(offset, offset), alpha=weight * (1 - weight))
+        self.running_covariance.copy_(narrow(new, self.running_covariance))
+        self.running_mean.copy_(narrow(torch.lerp(old_mean, mean, weight), self.running_mean))
         self.num_samples_tracked += num
 
     def _check(self, x: Tensor) -> None:

@@ -121,7 +121,24 @@ class _Search:
         return pairs
 
 
-class _Reading(TorchDispatchMode):
+class _Reads:
+    """What `_Reading` does at each operation.
+
+    It is a class of its own because torch wraps the method of a mode's own class so that its first call imports the
+    compiler. During a trace that import would record the functions that `torch.fx` has replaced, and the process could
+    no longer compile them.
+    """
+
+    read: set[nn.Parameter]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if not name.startswith("new_") and not name.endswith("_like"):  # those take the shape, not the numbers
+            tree_map_only(nn.Parameter, self.read.add, (args, kwargs))
+        return function(*args, **(kwargs or {}))
+
+
+class _Reading(_Reads, TorchDispatchMode):
     """Collects the parameters that a model computes with while it is traced.
 
     The trace itself shows those that are attributes (``self.conv.weight``), but those of ``parameters()`` only where
@@ -131,12 +148,6 @@ class _Reading(TorchDispatchMode):
     def __init__(self, read: set[nn.Parameter]) -> None:
         super().__init__()
         self.read = read
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        if not name.startswith("new_") and not name.endswith("_like"):  # those take the shape, not the numbers
-            tree_map_only(nn.Parameter, self.read.add, (args, kwargs))
-        return function(*args, **(kwargs or {}))
 
 
 def _has_forward(module: nn.Module) -> bool:

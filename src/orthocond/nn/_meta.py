@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from orthocond._core.private import is_exporting, transforms_are_active
+from orthocond._core.private import is_exporting, transforms_are_seen
 from orthocond._core.registry import resolve
 from orthocond.errors import NonFiniteError, OrthocondWarning
 from orthocond.linalg import SOLVERS, spectrum
@@ -98,7 +98,7 @@ class MetaLayer(nn.Module):
     @property
     def _is_certified(self) -> bool:
         """Whether the solver is the one with a certificate, which may fall back."""
-        return self.solver.startswith("products")
+        return isinstance(self.solver, str) and self.solver.startswith("products")
 
     @property
     def num_fallbacks(self) -> tuple[int, int]:
@@ -178,7 +178,7 @@ class MetaLayer(nn.Module):
         """Return whether this is a training forward with tensors that outlive it; those of `torch.func` don't."""
         if not self.training or is_exporting():
             return False
-        return torch.compiler.is_compiling() or not transforms_are_active()
+        return torch.compiler.is_compiling() or not transforms_are_seen()
 
     def _keep_spectrum(self, covariance: Tensor | None, eigenvalues: Tensor | None, noise: Tensor) -> None:
         """Keep the eigenvalues, given in ascending order, or without them the covariance, and its noise."""

@@ -110,7 +110,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
         if self.running_mean is None or self.running_whitening is None or self.num_batches_tracked is None:
             return
         self.running_mean.zero_()
-        self.running_whitening.copy_(torch.eye(self.running_whitening.shape[-1]).expand_as(self.running_whitening))
+        self.running_whitening.zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
         self.num_batches_tracked.zero_()
 
     def reset_parameters(self) -> None:
@@ -130,8 +130,9 @@ class _DecorrelatedBatchNorm(MetaLayer):
             gamma, beta = (None if part is None else part.to(dtype) for part in (self.weight, self.bias))
             y = self._forward(x.to(dtype), gamma, beta, x.dtype)
             y = narrow(y, x)
-        for module in self._modules.values():  # an activation, say: what a converted norm had inside
-            y = module(y)  # type: ignore[misc]
+        for name, module in self._modules.items():  # an activation, say: what a converted norm had inside
+            if name != "parametrizations":  # those of the scale and the shift
+                y = module(y)  # type: ignore[misc]
         return y
 
     def _forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, stored: torch.dtype) -> Tensor:
@@ -173,7 +174,11 @@ class _DecorrelatedBatchNorm(MetaLayer):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load a state of BatchNorm as well: its running variance gives a diagonal whitening matrix."""
         variance = state_dict.pop(prefix + "running_var", None) if self.running_whitening is not None else None
-        if variance is not None and prefix + "running_whitening" not in state_dict:
+        if (
+            variance is not None
+            and variance.numel() == self.num_features  # otherwise torch says what doesn't fit
+            and prefix + "running_whitening" not in state_dict
+        ):
             whitening = diagonal_whitening(variance, self.batchnorm_eps, self.groups)
             state_dict[prefix + "running_whitening"] = whitening
             if self.num_batches_tracked is not None:  # which old states of BatchNorm haven't
@@ -223,7 +228,7 @@ class _DecorrelatedBatchNorm(MetaLayer):
         if momentum is None:  # as a tensor, which takes no synchronisation
             count = self.num_batches_tracked.to(at_least_float32(self.running_mean.dtype))
             momentum = count.reciprocal().to(self.running_mean.dtype)
-        self.running_mean.lerp_(statistics.mean.flatten().to(self.running_mean), momentum)
+        self.running_mean.lerp_(narrow(statistics.mean.flatten(), self.running_mean), momentum)
         self.running_whitening.lerp_(narrow(statistics.whitening, self.running_whitening), momentum)
 
     def _check_rank(self, num_samples: int) -> None:

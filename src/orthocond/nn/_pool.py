@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from orthocond.errors import ArgumentError, check_floating
+from orthocond.linalg import FUNCTIONS
 from orthocond.nn._meta import MetaLayer
 
 __all__ = ["CovariancePool2d"]
@@ -58,6 +59,11 @@ class CovariancePool2d(MetaLayer):
         gradient: str = "exact",
     ) -> None:
         super().__init__()
+        if not isinstance(function, str):
+            raise ArgumentError(
+                f"CovariancePool2d expected the name of a function, got {function!r}; choose one of "
+                f"{', '.join(FUNCTIONS)}."
+            )
         self.function = function
         self.vectorize, self.eps, self.rtol, self.solver, self.gradient = vectorize, eps, rtol, solver, gradient
         self._check_options((function,))

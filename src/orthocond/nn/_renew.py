@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from orthocond.errors import ArgumentError, OrthocondWarning
+from orthocond.errors import ArgumentError, OrthocondWarning, check_module
 from orthocond.nn._norm import _DecorrelatedBatchNorm
 
 __all__ = ["renew_statistics"]
@@ -46,6 +46,7 @@ def renew_statistics(module: nn.Module, batches: Iterable[Any], *, device: torch
         >>> model[1].num_batches_tracked
         tensor(10)
     """
+    check_module(module, "renew_statistics")
     if isinstance(batches, Tensor | Mapping):
         raise ArgumentError(
             f"renew_statistics expected an iterable of batches, got one {type(batches).__name__}; pass a list, [batch]."
@@ -53,7 +54,9 @@ def renew_statistics(module: nn.Module, batches: Iterable[Any], *, device: torch
     norms = {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, _DecorrelatedBatchNorm | _BatchNorm) and layer.running_mean is not None
+        if isinstance(layer, _DecorrelatedBatchNorm | _BatchNorm)
+        and layer.running_mean is not None
+        and layer.track_running_stats
     }
     if not norms:
         warnings.warn(

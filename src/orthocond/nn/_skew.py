@@ -5,6 +5,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # documented, missing from the stubs
 
 from orthocond._core.compiling import uncompiled
 from orthocond._core.precision import widen
@@ -144,11 +145,14 @@ def _padding(module: nn.Conv2d) -> tuple[int, ...]:
     return tuple(k // 2 for k in module.kernel_size) if module.padding == "same" else tuple(module.padding)  # type: ignore[arg-type]
 
 
+_NOT_FINITE = "the kernel of an orthogonal convolution holds NaN or infinity; lower the learning rate."
+
+
 @uncompiled
 def _whole_bound(kernel: Tensor) -> int:
     bound = float(_norm_bound(kernel))
     if not math.isfinite(bound):
-        raise NonFiniteError("the kernel of an orthogonal convolution holds NaN or infinity; lower the learning rate.")
+        raise NonFiniteError(_NOT_FINITE)
     return math.ceil(bound)
 
 
@@ -176,5 +180,8 @@ def _coefficients(bound: int, tolerance: float) -> tuple[float, ...]:
 def _norm_bound(kernel: Tensor) -> Tensor:
     """Return an upper bound of the convolution's norm, at least 1, from ``(out, in * k)`` and the number of taps."""
     matrix = widen(kernel.flatten(1))
-    norm: Tensor = torch.linalg.matrix_norm(matrix @ matrix.mT, ord=2)
+    try:
+        norm: Tensor = torch.linalg.matrix_norm(matrix @ matrix.mT, ord=2)
+    except LinAlgError:
+        raise NonFiniteError(_NOT_FINITE) from None
     return (kernel[0, 0].numel() * norm).clamp(min=1.0).sqrt()

@@ -88,6 +88,11 @@ class TreatmentGroup:
         Raises:
             ArgumentError: it belongs to other layers or another treatment.
         """
+        if not isinstance(state, dict) or isinstance(state.get("layer"), str):
+            raise ArgumentError(
+                "load_state_dict expected the state that state_dict() of a TreatmentGroup returned, by layer; pass the "
+                "entry of the checkpoint in which it was saved."
+            )
         if state.keys() != self.treatments.keys():
             raise ArgumentError(
                 f"the state is that of the layers {', '.join(state)}, not of {', '.join(self.treatments)}; "

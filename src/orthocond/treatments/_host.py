@@ -19,10 +19,10 @@ from orthocond.treatments._optimizer import (
     without_split_group,
 )
 from orthocond.treatments._part import Note, Part, overrides
-from orthocond.treatments._saved import saved_parts, spelled_state
+from orthocond.treatments._saved import check_state, saved_parts, spelled_state
 from orthocond.treatments._step import RATE, LastStep, Step
 from orthocond.treatments._target import Target
-from orthocond.treatments._unused import Unused
+from orthocond.treatments._unused import Replaced, Unused
 
 __all__ = ["Treatment"]
 
@@ -62,7 +62,20 @@ class Treatment:
         self._last: LastStep | None = None
         self._has_warned = False
         self._adds_penalty = False
+        before = self.parameter
         self._install(by_order)
+        if self.parameter is not before and self.parameter.requires_grad:
+            Replaced(before, self.parameter, self.name, self.spec)
+        missing = {"attach"} if self._acting or self._watching else set[str]()
+        missing |= {"penalty"} if self._penalizing else set[str]()
+        self._unused = Unused(self.parameter, self.name, self.spec, missing)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: it is not attached, because an optimizer's copy has no hooks."""
+        return {**self.__dict__, "_optimizer": None, "_handles": [], "_rate": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
         missing = {"attach"} if self._acting or self._watching else set[str]()
         missing |= {"penalty"} if self._penalizing else set[str]()
         self._unused = Unused(self.parameter, self.name, self.spec, missing)
@@ -196,6 +209,7 @@ class Treatment:
         Raises:
             ArgumentError: it belongs to another treatment or layer.
         """
+        check_state(state)
         saved, own = saved_parts(state), saved_parts(self.state_dict())
         for name in saved.keys() & own.keys():  # options that are younger than the state
             saved[name]["options"] = {**type(self.parts[name]).options, **saved[name]["options"]}
@@ -216,9 +230,14 @@ class Treatment:
         for part in parts:
             if part._is_installed:
                 raise ArgumentError(f"this {part!r} treats a layer already; make an instance for each layer.")
-        for part in parts:
-            part._is_installed = True
-            part.install(self._target)
+        try:
+            for part in parts:
+                part._is_installed = True
+                part.install(self._target)
+        except Exception:
+            for part in parts:
+                part._is_installed = False
+            raise
         self._target.example_input = None
         if self._is_replaced and parametrize.is_parametrized(self.layer, "weight"):
             # A new object: an optimizer made before holds the old one, which shows when it is attached.

@@ -47,7 +47,9 @@ def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raise `ArgumentError` unless a scheduler, also one wrapped by Accelerate, acts on an optimizer."""
     if not hasattr(scheduler, "optimizer"):
         scheduler = getattr(scheduler, "scheduler", scheduler)
-    if unwrapped_optimizer(getattr(scheduler, "optimizer", None)) is not optimizer:
+    if not hasattr(scheduler, "optimizer"):
+        raise ArgumentError(f"attach expected a scheduler of torch, got {type(scheduler).__name__}; leave it out.")
+    if unwrapped_optimizer(scheduler.optimizer) is not optimizer:
         raise ArgumentError("attach got a scheduler of another optimizer; pass the one that was made for this one.")
 
 

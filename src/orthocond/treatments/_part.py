@@ -54,6 +54,13 @@ class Note:
         return False if self.kind == "flag" else None
 
 
+_BY_PLACE = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
+
+
 class Part:
     """One treatment. A subclass has a name, options, and the methods that it needs.
 
@@ -112,8 +119,13 @@ class Part:
         cls._kinds = MappingProxyType({name: kind for name, kind in kinds.items() if kind is not None})
         cls.options = MappingProxyType({p.name: p.default for p in parameters if p.name in cls._kinds})
 
-    def __new__(cls, *_: Any, **options: Any) -> Self:
+    def __new__(cls, *args: Any, **options: Any) -> Self:
         """Check the options, and keep them for specifications and checkpoints."""
+        if args or any(p.kind in _BY_PLACE for p in [*_signature(cls.__init__).parameters.values()][1:]):
+            raise ArgumentError(
+                f"the options of the part {cls.__name__} have to be keyword-only; write def __init__(self, *, ...), "
+                "and pass them by name."
+            )
         part = super().__new__(cls)
         for name, value in options.items():
             if name not in cls._arguments:

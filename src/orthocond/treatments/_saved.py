@@ -3,10 +3,24 @@
 from collections.abc import Mapping
 from typing import Any
 
+from orthocond.errors import ArgumentError
 from orthocond.treatments._registry import TREATMENTS
 from orthocond.treatments._spec import canonical_order
 
-__all__ = ["saved_parts", "spelled_state"]
+__all__ = ["check_state", "saved_parts", "spelled_state"]
+
+
+def check_state(state: Any) -> None:
+    """Raise `ArgumentError` for what no `Treatment.state_dict` returned."""
+    is_own = isinstance(state, Mapping) and {"layer", "spec", "last"} <= state.keys()
+    if not is_own or not isinstance(state.get("parts", state.get("options")), Mapping):
+        what = (
+            f"with the keys {', '.join(map(str, list(state)[:5]))}" if isinstance(state, Mapping) else repr(state)[:60]
+        )
+        raise ArgumentError(
+            f"load_state_dict expected the state that state_dict() of one treatment returned, got one {what}; pass the "
+            "entry of the checkpoint in which it was saved."
+        )
 
 
 def saved_parts(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

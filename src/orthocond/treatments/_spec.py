@@ -96,7 +96,8 @@ def _parts(spec: Specification, defaults: str = "none") -> tuple[Part, ...]:
     parts: dict[str, Part] = {}
     for piece in pieces:
         for part in [piece] if isinstance(piece, Part) else _from_text(piece, others):
-            if part.name in parts and repr(parts[part.name]) != repr(part):
+            other = parts.get(part.name, part)
+            if other is not part and (isinstance(piece, Part) or repr(other) != repr(part)):
                 raise ArgumentError(
                     f"treat got {part.name} twice, as {parts[part.name]!r} and as {part!r}; give it once, with all of "
                     "its options."

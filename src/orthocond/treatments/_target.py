@@ -1,6 +1,6 @@
 """The layer that is treated, as its parts see it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -94,6 +94,7 @@ class _Hook:
 
     module: nn.Module | None = None
     has_run = False
+    _handles: Iterable[Any] = ()
 
     def __init__(self, module: nn.Module, function: ForwardHook) -> None:
         self.module, self.function = module, function

@@ -1,9 +1,12 @@
 """Applying a treatment to a layer of a model."""
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from copy import copy
 from typing import Any, Literal, overload
 from warnings import warn
 
+import torch
 from torch import nn
 
 from orthocond.errors import ArgumentError, OrthocondWarning, check_choice, check_module
@@ -83,18 +86,44 @@ def treat(
         layers = [*_pre_svd_layers(model, str(layer), example_input)]
     targets = [Target(model, *_found(model, each)) for each in layers]
     treatments: list[Treatment] = []
-    try:
-        for target in targets:
-            target.example_input = example_input
-            treatments.append(Treatment(target, map(renewed, parts) if len(targets) > 1 else parts))
-    except ArgumentError:
-        for treatment in treatments:
-            with suppress(ArgumentError):
-                treatment.remove()
-        raise
+    with _restored_on_failure([target.layer for target in targets]):
+        try:
+            for target in targets:
+                target.example_input = example_input
+                treatments.append(Treatment(target, map(renewed, parts) if len(targets) > 1 else parts))
+        except Exception:
+            for treatment in treatments:
+                with suppress(ArgumentError):
+                    treatment.remove()
+            raise
     for message in dict.fromkeys(message for target in targets for message in target.warnings):
         warn(message, OrthocondWarning, stacklevel=2)
     return TreatmentGroup(treatments) if is_found and layer == "all" else treatments[0]
+
+
+@contextmanager
+def _restored_on_failure(layers: list[nn.Module]) -> Iterator[None]:
+    """Leave the layers as they were, with the values of their parameters, if what is done with them raises."""
+    kept = [
+        (
+            layer,
+            type(layer),
+            {name: copy(value) if isinstance(value, dict) else value for name, value in vars(layer).items()},
+            {parameter: parameter.detach().clone() for parameter in layer.parameters(recurse=False)},
+        )
+        for layer in layers
+    ]
+    try:
+        yield
+    except Exception:
+        for layer, kind, attributes, values in kept:
+            layer.__class__ = kind
+            vars(layer).clear()
+            vars(layer).update(attributes)
+            for parameter, value in values.items():
+                with torch.no_grad():
+                    parameter.copy_(value)
+        raise
 
 
 def _pre_svd_layers(model: nn.Module, which: str, example_input: Any) -> list[str]:
@@ -125,6 +154,11 @@ def _found(model: nn.Module, layer: str | nn.Module) -> tuple[str, nn.Module]:
         if name is None:
             raise ArgumentError(f"the layer {layer} is not in the model; pass one of its modules or a dotted name.")
     else:
+        if not isinstance(layer, str):
+            raise ArgumentError(
+                f"treat expected a layer as a module or by its dotted name, got {type(layer).__name__}; pass e.g. "
+                f"{next((name for name, module in modules.items() if has_matrix(module)), 'conv1')!r}."
+            )
         modules |= {name.replace("_orig_mod.", ""): module for name, module in modules.items()}  # compiled parts
         name = layer.replace("_orig_mod.", "").removeprefix("module.") if layer not in modules else layer
         if name not in modules:

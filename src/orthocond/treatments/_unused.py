@@ -1,12 +1,16 @@
 """A warning for treatments without effect: one that is never attached, a penalty that is never added."""
 
+import weakref
+from typing import Any
 from warnings import warn
 
+import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from orthocond.errors import OrthocondWarning
 
-__all__ = ["Unused"]
+__all__ = ["Replaced", "Unused"]
 
 _BACKWARDS = 2
 """The number of backward passes without use before the warning."""
@@ -62,6 +66,35 @@ class Unused:
             warn(
                 f"the treatment {self.spec} of {self.name!r} has a penalty that is not in the loss; add "
                 "treatment.penalty() to the loss.",
+                OrthocondWarning,
+                stacklevel=2,
+            )
+
+
+class Replaced:
+    """It warns when an optimizer that was made before the treatment steps with the parameter that ``ow`` replaced.
+
+    Args:
+        before: the parameter that the layer had.
+        parameter: the one that is trained now.
+        name: of the layer.
+        spec: of the treatment.
+    """
+
+    def __init__(self, before: nn.Parameter, parameter: nn.Parameter, name: str, spec: str) -> None:
+        self._before, self._parameter, self.name, self.spec = weakref.ref(before), weakref.ref(parameter), name, spec
+        self._handle: Any = register_optimizer_step_pre_hook(self._look)
+
+    def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        before, parameter = self._before(), self._parameter()
+        held = {id(held) for group in optimizer.param_groups for held in group["params"]}
+        if before is None or parameter is None or id(parameter) in held:
+            self._handle.remove()
+        elif id(before) in held:
+            self._handle.remove()
+            warn(
+                f"the layer {self.name!r} is not trained: {self.spec} replaced its parameter, and the optimizer holds "
+                "the one before; make the optimizer after treat(), from model.parameters().",
                 OrthocondWarning,
                 stacklevel=2,
             )

@@ -122,6 +122,8 @@ class Gauge(Part):
 
     def watch(self, target: "Target") -> None:
         """Keep what the layer gets and what the whitening decomposes in each training forward."""
+        if nn.utils.parametrize.is_parametrized(self.layer, "weight"):  # by another treatment, since the installation
+            raise ArgumentError(_CONSTRAINED.format("a parametrization"))
         target.after_forward(self.layer, self._note_inputs)
         target.after_forward(self.norm, self._note_batch)
         target.at_detach(self._forget)
