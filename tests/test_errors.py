@@ -22,17 +22,18 @@ MATRIX, IMAGES = np.eye(4, dtype=np.float32), np.ones((2, 4, 5, 5), dtype=np.flo
 FUNCTIONS = {
     name: getattr(linalg, name) for name in linalg.__all__ if torch.Tensor in annotations_of(getattr(linalg, name))
 }
+OTHERS = {"function": torch.exp, "derivative": torch.exp}
 
 
-def called_with_arrays(function):
+def called_with(A, function, **options):
     required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
-    given = {p.name: MATRIX if p.annotation is torch.Tensor else 1 for p in required}
+    given = options | {p.name: A if p.annotation is torch.Tensor else OTHERS.get(p.name, 1) for p in required}
     positional = [given.pop(p.name) for p in required if p.kind is p.POSITIONAL_OR_KEYWORD]
     return function(*positional, **given)
 
 
 CALLS = {
-    **{name: functools.partial(called_with_arrays, function) for name, function in FUNCTIONS.items()},
+    **{name: functools.partial(called_with, MATRIX, function) for name, function in FUNCTIONS.items()},
     "nearest_orthogonal_gradient": lambda: optim.nearest_orthogonal_gradient(MATRIX),
     "optimal_learning_rate": lambda: optim.optimal_learning_rate(MATRIX, torch.eye(4)),
     "is_orthogonal": lambda: nn.is_orthogonal(MATRIX),
@@ -51,6 +52,12 @@ def test_arrays_are_named_with_the_remedy(name):
         CALLS[name]()
 
 
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "eps" in inspect.signature(FUNCTIONS[name]).parameters])
+def test_an_eps_that_would_get_no_gradient_is_refused(name):
+    with pytest.raises(ArgumentError, match=rf"^{name} expected eps to be a number, .* as eps \* torch.eye\(n\)"):
+        called_with(torch.eye(4), FUNCTIONS[name], eps=torch.tensor(0.1, requires_grad=True))
+
+
 def test_lists_too():
     with pytest.raises(DtypeError, match=r"^covariance expected a tensor, got list; "):
         linalg.covariance([[1.0, 2.0]])
@@ -61,6 +68,9 @@ def test_lists_too():
     [
         lambda model: orthocond.treat(model, "0", "nog"),
         lambda model: orthocond.find_pre_svd(model, torch.ones(1, 3)),
+        nn.convert_batchnorm,
+        nn.fold,
+        lambda model: nn.renew_statistics(model, []),
     ],
 )
 def test_what_is_no_model_is_named(call):

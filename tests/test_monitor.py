@@ -11,7 +11,7 @@ from torch import nn
 
 import orthocond.monitor
 from orthocond import ConditionMonitor
-from orthocond.errors import ArgumentError, OrthocondWarning
+from orthocond.errors import ArgumentError, NonFiniteError, OrthocondWarning
 from orthocond.linalg import covariance, matrix_sqrth, spectrum
 from orthocond.nn import CovariancePool2d, DecorrelatedBatchNorm1d, DecorrelatedBatchNorm2d
 
@@ -456,6 +456,7 @@ def test_plot_without_matplotlib(monkeypatch):
         (lambda: ConditionMonitor(network(), every=0), "every >= 1, got 0"),
         (lambda: ConditionMonitor(network(), rtol=-1.0), "rtol >= 0, got rtol=-1.0"),
         (lambda: ConditionMonitor(nn.Sequential(nn.Linear(3, 3)), layers=["00"]), "unknown layer '00'"),
+        (lambda: ConditionMonitor(net := network(), layers=[net[1]]), "expected dotted names, got .*layers=\\['1'\\]"),
     ],
 )
 def test_bad_input(call, message):
@@ -526,6 +527,16 @@ def test_forwards_of_torch_func_are_not_recorded():
         torch.func.vmap(model)(x[None])
         model(x)
     assert [record["step"] for record in monitor.history()] == [0, 1]
+
+
+def test_a_forward_that_raised_is_not_recorded_by_the_next():
+    model = nn.Sequential(CovariancePool2d())
+    with ConditionMonitor(model) as monitor:
+        model(noise(2, 3, 4, 4))
+        with pytest.raises(NonFiniteError):
+            model(torch.full((2, 3, 4, 4), torch.nan))
+        torch.func.vmap(model)(noise(1, 2, 3, 4, 4))
+    assert [record["step"] for record in monitor.history()] == [0]
 
 
 def test_a_monitor_that_is_forgotten_stops():

@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import orthocond
+from orthocond import ConditionMonitor
 from orthocond._core import private
 from orthocond.linalg import covariance, matrix_inv_sqrth, matrix_sqrth_pair, nearest_orthogonal
 from orthocond.nn import DecorrelatedBatchNorm2d, orthogonal_weight
@@ -76,8 +77,11 @@ def linear_layer():
 def norm():
     layer = DecorrelatedBatchNorm2d(3).double()
     x = noise(8, 3, 4, 4, dtype=torch.float64).requires_grad_()
-    y = layer(x)
+    with ConditionMonitor(nn.Sequential(layer)) as monitor:
+        y = layer(x)
     yield y
+    yield layer.last_eigenvalues
+    yield torch.tensor([record["cond"] for record in monitor.history()])
     yield torch.autograd.grad(y.cos().sum(), x)[0]
     with torch.no_grad():
         yield layer.eval()(x).add_(1)

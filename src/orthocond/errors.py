@@ -223,7 +223,7 @@ def check_nonnegative(value: object, name: str, caller: str) -> None:
         learned = f"; a learned {name} can be added to the matrix, as {name} * torch.eye(n)" if name == "eps" else ""
         raise ArgumentError(
             f"{caller} expected {name} to be a number, which has no gradient, got a tensor of shape "
-            f"{tuple(value.shape)}; pass {name}.item(){learned}."
+            f"{tuple(value.shape)}; pass a float{learned}."
         )
     if not (isinstance(value, float | int | SupportsFloat) and 0 <= float(value) < math.inf):
         raise ArgumentError(

@@ -4,6 +4,7 @@ import gc
 import threading
 import warnings
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -442,12 +443,15 @@ def test_a_failed_cholesky_factor_that_the_loss_leaves_out():
     assert [found.verdict for found in diagnosis.findings] == ["healthy", "healthy"]
 
 
-def test_a_failed_cholesky_factor_that_raises():
-    diagnosis = diagnose()
+@pytest.mark.parametrize("factor", [torch.linalg.cholesky, partial(torch.linalg.cholesky_ex, check_errors=True)])
+@pytest.mark.parametrize("triangle", ["both", "lower", "upper"])
+def test_a_failed_cholesky_factor_that_raises(triangle, factor):
+    A, diagnosis = {"both": INDEFINITE, "lower": INDEFINITE.tril(), "upper": INDEFINITE.triu()}[triangle], diagnose()
     with pytest.raises(torch.linalg.LinAlgError), diagnosis:
-        torch.linalg.cholesky_ex(INDEFINITE, check_errors=True)
+        factor(A, upper=triangle == "upper")
     (found,) = diagnosis.findings
     assert found.verdict == "singular"
+    assert found.cond == pytest.approx(3)
     assert "negative eigenvalue (-1)" in found.reason
 
 

@@ -105,6 +105,26 @@ def test_a_request_without_effect_on_any_run_is_refused():
         check_effect({"pre_svd_rate": 0.1}, config, ["bn"])
 
 
+def test_parts_are_options_and_no_treatments():
+    with pytest.raises(ArgumentError, match=r"no method names nog or ow; .*, e\.g\. svd\+nog\+ow"):
+        check_effect({"parts": "NOG + ow"}, Config("mine", parts="nog+ow"), ["svd", "bn"])
+
+
+@pytest.mark.parametrize(
+    ("parts", "methods"),
+    [
+        ("none", ["svd"]),
+        ("", ["bn"]),
+        ("ow(kind=operator, tolerance=1e-3)", ["svd", "bn"]),  # of a file for several commands
+        ("ow(kind=kernel)", ["svd"]),  # instead of a preset's operator
+        ("nog+ow", ["svd", "svd+nog", "svd+ow(kind=operator)"]),
+    ],
+)
+def test_parts_that_may_have_an_effect_are_taken(parts, methods):
+    given = {"parts": parts}
+    check_effect(given, changed(preset("dbn-cifar10"), given), methods)
+
+
 def test_files_that_are_no_configuration(tmp_path):
     with pytest.raises(ArgumentError, match="can't read the configuration"):
         from_toml(tmp_path / "none.toml")
@@ -114,6 +134,8 @@ def test_files_that_are_no_configuration(tmp_path):
     for text in ("", "[]", "{}", '{"preset": "x"', "null"):
         with pytest.raises(ArgumentError, match="is damaged"):
             from_json(text)
+    with pytest.raises(ArgumentError, match="unknown setting 'new_setting'"):  # of another version
+        from_json('{"preset": "x", "new_setting": 1}')
 
 
 def test_methods_have_one_name_each():

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from orthocond.errors import ArgumentError
+from orthocond.errors import ArgumentError, DtypeError
 from orthocond.linalg import bures_distance, covariance, frechet_distance, gaussian_frechet_distance
 
 from cases import matrices, noise
@@ -128,9 +128,27 @@ def test_vmap_and_batches():
         (lambda: gaussian_frechet_distance(torch.ones(3), torch.eye(2), torch.ones(2), torch.eye(2)), r"\(3,\) and"),
         (lambda: frechet_distance(torch.ones(2, 5), (torch.ones(2, 1), torch.eye(2))), r"\(2, 1\) and"),
         (lambda: frechet_distance(torch.ones(2, 5), (torch.ones(1), torch.eye(2))), r"\(1,\) and"),
-        (lambda: frechet_distance(torch.ones(2, 5), (torch.eye(2),)), "got 1 parts"),
+        (
+            lambda: frechet_distance(torch.ones(2, 5), (torch.eye(2),)),
+            r"a tuple of length 1; pass \(mean, covariance\)",
+        ),
+        (lambda: bures_distance(torch.zeros(2, 3, 3), torch.zeros(4, 3, 3)), r"broadcast, got \(2,\) and \(4,\)"),
+        (lambda: frechet_distance(torch.ones(2, 3, 5), torch.ones(4, 3, 5)), r"broadcast, got \(2,\) and \(4,\)"),
+        (
+            lambda: frechet_distance(torch.ones(2, 3, 5), (torch.ones(4, 3), torch.eye(3))),
+            r"\(2,\) and \(4,\) and \(\)",
+        ),
+        (
+            lambda: gaussian_frechet_distance(*gaussian(torch.ones(2, 3, 5)), *gaussian(torch.ones(4, 3, 5))),
+            "broadcast",
+        ),
     ],
 )
 def test_a_mistake_is_named(call, message):
     with pytest.raises(ArgumentError, match=message):
         call()
+
+
+def test_a_mean_that_is_a_list_is_named():
+    with pytest.raises(DtypeError, match="gaussian_frechet_distance expected a tensor, got list"):
+        gaussian_frechet_distance([0.0], torch.eye(1), torch.zeros(1), torch.eye(1))

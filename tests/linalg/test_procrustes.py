@@ -159,5 +159,7 @@ def test_bad_input():
         procrustes(X, torch.zeros(5, 3))
     with pytest.raises(ArgumentError, match=r"weights .* for 4 points, got \(3,\)"):
         procrustes(X, X, torch.ones(3))
+    with pytest.raises(ArgumentError, match=r"broadcast, got \(5,\) and \(1,\) and \(6,\)"):
+        procrustes(X.expand(5, 4, 3), X[None], torch.ones(6, 4))
     with pytest.raises(DtypeError):
         procrustes(X, X.long())

@@ -132,8 +132,9 @@ def test_hostile_matrices_are_finite():
 
 
 def test_bad_input():
-    with pytest.raises(ArgumentError, match="0 <= k <= 3"):
-        spectral_projector(torch.eye(3), 4)
+    for k in (4, 1.5):
+        with pytest.raises(ArgumentError, match=f"an integer 0 <= k <= 3 for 3x3 matrices, got k={k}"):
+            spectral_projector(torch.eye(3), k)
     with pytest.raises(ArgumentError, match="at least 1x1"):
         top_eigenvector(torch.zeros(0, 0))
 

@@ -104,6 +104,15 @@ def test_compile_of_the_pair_with_changing_eps(solver):
         assert num_graphs[2:] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("solver", ["newton_schulz(iterations=5)", "eigh(clamp=true)"])
+def test_compile_with_dynamic_sizes_and_an_option(solver):
+    function = lambda A: matrix_inv_sqrth(A, solver=solver, eps=0.1)
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="eager")
+    for n in (4, 5):
+        A = matrices("spread 1e2", n, (2,))
+        assert torch.allclose(compiled(A), function(A), atol=1e-4)
+
+
 @pytest.mark.parametrize("solver", WITH_BRANCHES)
 def test_compiled_code_meets_non_finite_input_too(solver):
     compiled = torch.compile(lambda A: matrix_sqrth(A, solver=solver), fullgraph=True, backend="aot_eager")
@@ -133,6 +142,17 @@ def test_autocast_does_not_lower_the_precision(solver):
         results.append((value, leaf.grad))
     for plain, cast in zip(*results, strict=True):
         assert torch.equal(plain, cast)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace.* deprecated")
+@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("function", [*ROOTS, functools.partial(matrix_sqrth, solver="products"), nearest_orthogonal])
+def test_a_trace_may_hold_several_decompositions_of_a_size(function, n, batch):
+    twice = lambda A: function(A) + function(A @ A)
+    traced = torch.jit.trace(twice, (matrices("spread 1e2", n, batch),), check_trace=False)
+    A = matrices("repeated", n, batch)
+    assert torch.allclose(traced(A), twice(A), rtol=1e-3, atol=1e-3)
 
 
 def test_meta_tensors_have_shapes():

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -402,6 +404,25 @@ def test_fold_merges_only_what_is_safe(make, shape, merges):
     assert any(isinstance(layer, nn.Identity) for layer in folded.modules()) == merges
 
 
+def test_fold_does_not_import_the_compiler():
+    """During a trace that would break it: it would record what `torch.fx` has replaced."""
+    code = (
+        "import sys, torch",
+        "from orthocond.nn import DecorrelatedBatchNorm2d, fold",
+        "class Net(torch.nn.Module):",
+        "    def __init__(self):",
+        "        super().__init__()",
+        "        self.conv, self.norm = torch.nn.Conv2d(3, 4, 3), DecorrelatedBatchNorm2d(4)",
+        "    def forward(self, x):",
+        "        return self.norm(self.conv(x)) + torch.arange(4).view(4, 1, 1)",
+        "before = 'torch._dynamo' in sys.modules",
+        "assert isinstance(fold(Net()).norm, torch.nn.Identity)",
+        "assert ('torch._dynamo' in sys.modules) == before",
+    )
+    done = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+
+
 def test_fold_respects_hooks():
     model = nn.Sequential(
         nn.Conv2d(3, 3, 1), DecorrelatedBatchNorm2d(3), nn.Conv2d(3, 3, 1), DecorrelatedBatchNorm2d(3)
@@ -433,6 +454,7 @@ def test_fold_removes_parametrizations():
     model = convert_batchnorm(Net())
     orthogonal_weight(model.stem)
     parametrize.register_parametrization(model.head, "weight", nn.Identity())
+    parametrize.register_parametrization(model.norm, "weight", nn.Softplus())
     folded, x = fold(trained(model)), noise(4, 3, 8, 8, seed=99)
     assert torch.allclose(folded(x), model(x), atol=1e-4)
     assert not any(parametrize.is_parametrized(layer) for layer in folded.modules())

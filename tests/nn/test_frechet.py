@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from orthocond.errors import ArgumentError
+from orthocond.errors import ArgumentError, NonFiniteError
 from orthocond.linalg import covariance, frechet_distance, matrix_logh, matrix_powerh
 from orthocond.nn import CovariancePool2d, FrechetLoss
 
@@ -49,6 +49,42 @@ def test_training_reaches_the_reference(num_samples):
         optimizer.step()
     least = torch.linalg.eigvalsh(loss.running_covariance)[: max(0, 6 - num_samples)].sum().item()
     assert loss(x).item() < least + 0.05 * before
+
+
+def test_the_reference_may_change_before_the_backward_pass():
+    loss, x = FrechetLoss(8, dtype=torch.float64), noise(4, 8, dtype=torch.float64).requires_grad_()
+    distance = loss(x, noise(30, 8, seed=2))
+    (expected,) = torch.autograd.grad(distance, x, retain_graph=True)
+    loss(x, noise(30, 8, seed=3) + 1)
+    assert torch.equal(torch.autograd.grad(distance, x)[0], expected)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_features_that_are_not_finite_leave_the_reference_as_it_was(bad):
+    loss = FrechetLoss(3)
+    loss.update(noise(10, 3))
+    before = [buffer.clone() for buffer in loss.buffers()]
+    with pytest.raises(NonFiniteError, match="the reference is unchanged"):
+        loss.update(torch.full((4, 3), bad))
+    assert all(torch.equal(buffer, value) for buffer, value in zip(loss.buffers(), before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_may_have_large_means(dtype):
+    loss, reference = FrechetLoss(3, dtype=dtype), 10 * noise(1000, 3) + 1000
+    for batch in reference.split(250):
+        loss.update(batch)
+    assert {buffer.dtype for buffer in loss.buffers()} == {dtype, torch.long}
+    assert torch.allclose(loss.running_mean.float(), reference.mean(0), rtol=4 * torch.finfo(dtype).eps)
+    assert loss(reference).isfinite()
+
+
+def test_compiled_it_is_nan_until_there_is_a_reference():
+    loss, x = FrechetLoss(3), noise(5, 3)
+    compiled = torch.compile(loss, backend="eager", fullgraph=True)
+    assert compiled(x).isnan()
+    loss.update(noise(20, 3, seed=2))
+    assert torch.allclose(compiled(x), loss(x))
 
 
 def test_mistakes_are_named():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad as fwAD
 from torch.autograd import gradcheck, gradgradcheck
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from orthocond.errors import ArgumentError, DtypeError, NonFiniteError, OrthocondWarning
@@ -293,6 +294,12 @@ def test_a_whitening_matrix_too_large_for_float16_leaves_eval_finite():
     assert layer.eval()(x).isfinite().all()
 
 
+def test_a_mean_too_large_for_float16_leaves_the_running_mean_finite():
+    layer = DecorrelatedBatchNorm2d(4).half()
+    layer(1e5 * noise(8, 4, 5, 5) + 3e6)
+    assert layer.running_mean.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types(dtype):
     x = correlated(8, 4, 6, 6)
@@ -377,6 +384,23 @@ def test_reset_parameters():
     assert torch.equal(layer.weight, torch.ones(4))
     assert torch.equal(layer.running_whitening[0], torch.eye(4))
     assert layer.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_default_device_does_not_matter(groups):
+    with torch.device("meta"):
+        layer = DecorrelatedBatchNorm2d(4, groups=groups, device="cpu")
+    assert torch.equal(layer.running_whitening, torch.eye(4 // groups).expand(groups, -1, -1))
+
+
+def test_a_parametrized_scale():
+    layer, plain = DecorrelatedBatchNorm2d(4), DecorrelatedBatchNorm2d(4)
+    parametrize.register_parametrization(layer, "weight", nn.Softplus())
+    x = correlated(8, 4, 5, 5)
+    y = layer(x)
+    assert torch.allclose(y, plain(x) * layer.weight.view(4, 1, 1), atol=1e-5)
+    y.square().sum().backward()
+    assert layer.parametrizations.weight.original.grad.all()
 
 
 def test_repr_says_what_it_is():

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 
 from orthocond._core.layout import Layout
-from orthocond.errors import ArgumentError
+from orthocond.errors import ArgumentError, NonFiniteError
 from orthocond.nn import is_orthogonal, orthogonal_loss, orthogonal_weight
 from orthocond.nn._exponential import exponential
 
@@ -201,6 +201,15 @@ def test_operator_is_orthogonal_as_a_matrix_and_trains():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_operator_whose_kernel_is_not_finite_says_so(bad, normalize):
+    layer = orthogonal_weight(nn.Conv2d(4, 4, 3, padding=1), kind="operator", normalize=normalize)
+    nn.init.constant_(layer.weight, bad)
+    with pytest.raises(NonFiniteError, match="kernel of an orthogonal convolution holds NaN or infinity"):
+        layer(noise(1, 4, 5, 5))
 
 
 @pytest.mark.parametrize("channels", [(4, 4), (2, 6), (6, 2)])

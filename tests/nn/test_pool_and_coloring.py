@@ -74,6 +74,9 @@ def test_pool_repr_and_errors():
         CovariancePool2d()(torch.ones(2, 3))
     with pytest.raises(ArgumentError, match="CovariancePool2d got an unknown solver"):
         CovariancePool2d(solver="x")
+    for bad in ({"solver": None}, {"function": torch.log}):
+        with pytest.raises(ArgumentError, match=r"CovariancePool2d .*; choose one of"):
+            CovariancePool2d(**bad)
     with pytest.raises(NonFiniteError, match="CovariancePool2d"):
         CovariancePool2d()(torch.full((2, 3, 4, 4), float("nan")))
 
@@ -113,6 +116,16 @@ def test_coloring_keeps_the_contents_eigenvalues_and_tells_bad_shapes():
         layer(x, noise(3, 4, 8, 8))
     with pytest.raises(ArgumentError, match="unknown gradient"):
         WhiteningColoring2d(gradient="x")
+    with pytest.raises(ArgumentError, match="unknown solver None"):
+        WhiteningColoring2d(solver=None)
+
+
+@pytest.mark.parametrize("size", [2, 5])  # fewer positions than channels, and more
+def test_pool_exports_with_a_dynamic_batch(size):
+    pool, batch = CovariancePool2d(), torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(pool, (noise(5, 8, size, size),), dynamic_shapes=({0: batch},))
+    x = noise(9, 8, size, size, seed=2)
+    assert torch.allclose(program.module()(x), pool(x), atol=1e-3)
 
 
 @pytest.mark.parametrize("places", [2, 4])

@@ -153,6 +153,17 @@ def test_what_is_without_effect_says_so():
     assert torch.equal(net.head.running_mean, torch.full((3,), 3.0))
 
 
+def test_statistics_that_are_switched_off_stay_as_they_are():
+    net = model()
+    net[1].track_running_stats = False
+    before = buffers(net[1])
+    renew_statistics(net, BATCHES)  # without a warning
+    assert all(torch.equal(value, before[name]) for name, value in net[1].named_buffers())
+    assert net[5].num_batches_tracked == 5
+    with pytest.warns(OrthocondWarning, match="found no norm with running statistics"):
+        renew_statistics(net[:2], BATCHES)
+
+
 def test_no_gradients_and_no_changed_weights():
     net = model()
     before = [weight.clone() for weight in net.parameters()]

@@ -67,9 +67,12 @@ def test_fabric():
     assert treatment.last.eta is not None
 
 
-def test_what_is_no_optimizer_is_refused():
+def test_what_is_no_optimizer_and_no_scheduler_is_refused():
+    treatment = treat(model := network(), "0", "nog")
     with pytest.raises(ArgumentError, match=r"attach expected an optimizer of torch.*got list"):
-        treat(network(), "0", "nog").attach([])
+        treatment.attach([])
+    with pytest.raises(ArgumentError, match=r"attach expected a scheduler of torch, got int"):
+        treatment.attach(torch.optim.SGD(model.parameters(), lr=0.1), scheduler=5)
 
 
 SCHEDULERS = {

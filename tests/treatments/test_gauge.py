@@ -811,6 +811,14 @@ def test_bad_input(call, message):
         call()
 
 
+def test_a_weight_that_was_constrained_since_is_refused_when_attached():
+    model = net()
+    treatment = treat(model, "conv1", "gauge")
+    treat(model, "conv1", "ow")
+    with pytest.raises(ArgumentError, match="gauge replaces the weight"):
+        treatment.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_spectrum_after_agrees_with_the_next_forward():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

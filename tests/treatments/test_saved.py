@@ -11,6 +11,8 @@ from orthocond import treat
 from orthocond.errors import ArgumentError
 from orthocond.nn import DecorrelatedBatchNorm2d
 
+from cases import noise
+
 SAVED = Path(__file__).parents[1] / "saved"
 STATES = torch.load(SAVED / "treatments-0.1.states", weights_only=True)
 SPECS = [
@@ -65,6 +67,19 @@ def test_a_state_of_another_treatment_is_refused():
     for own, other in (("gauge", "gauge(metric=weight)"), ("nog+ow+olr", "nog(solver=svd)")):
         with pytest.raises(ArgumentError, match="the state is that of"):
             build(own)[2].load_state_dict(saved[other]["treatment"])
+
+
+@pytest.mark.parametrize("state", [None, {}, network().state_dict(), {"layer": "0", "spec": "nog"}])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(ArgumentError, match=r"one treatment returned, got .*; pass the entry of the checkpoint"):
+        build("nog")[2].load_state_dict(state)
+
+
+@pytest.mark.parametrize("state", [None, {}, STATES[0]["treatment"]])
+def test_what_is_no_state_of_a_group_is_refused(state):
+    group = treat(network(), "all", "none", example_input=noise(4, 3, 6, 6))
+    with pytest.raises(ArgumentError, match="a TreatmentGroup returned, by layer; pass the entry"):
+        group.load_state_dict(state)
 
 
 def test_states_from_before_there_was_gauge_or_a_metric():

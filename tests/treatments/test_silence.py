@@ -1,8 +1,12 @@
-"""A treatment without effect says so: not attached, a penalty that nobody adds, forwards that it can't see."""
+"""A treatment without effect says so: not attached, a penalty that nobody adds, forwards that it can't see.
+
+So does an optimizer without the weight that a treatment has put in place of another.
+"""
 
 import copy
 import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -75,6 +79,56 @@ def test_no_false_alarm(spec):
         treat(frozen, "0", spec)
         copied = copy.deepcopy(model)
         train(copied, 3, optimizer=torch.optim.SGD(copied.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+@pytest.mark.parametrize("spec", ["ow", "sn"])
+def test_an_optimizer_made_before_a_weight_was_replaced_is_told_of_once(spec, is_removed):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    treatment = treat(model, "0", spec)
+    if is_removed:
+        treatment.remove()
+    with pytest.warns(OrthocondWarning, match=r"'0' is not trained: .*make the optimizer after treat\(\)") as caught:
+        train(model, 5, optimizer=optimizer)
+    assert len(caught) == 1
+
+
+def test_a_weight_that_was_replaced_is_not_kept():
+    model = network()
+    weight = weakref.ref(model[0].weight)
+    treat(model, "0", "sn")
+    gc.collect()
+    assert weight() is None
+
+
+@pytest.mark.parametrize(
+    "case", ["made after", "two optimizers", "frozen since", "put back", "a copy", "another model"]
+)
+def test_no_false_alarm_of_a_replaced_weight(case):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = network()
+        optimizer, copied, weight = torch.optim.SGD(model.parameters(), lr=0.1), copy.deepcopy(model), model[0].weight
+        treatments = [treat(model, layer, "sn") for layer in "02"]
+        if case == "made after":
+            train(model)  # several layers find the optimizer in one step
+        elif case == "two optimizers":
+            late = torch.optim.SGD([treatment.parameter for treatment in treatments], lr=0.1)
+            for _ in range(3):
+                train(model, 1, optimizer=optimizer)
+                late.step()
+        elif case == "frozen since":
+            for treatment in treatments:
+                treatment.parameter.requires_grad_(False)
+            train(model, optimizer=optimizer)
+        elif case == "put back":
+            for treatment in treatments:
+                treatment.remove()
+            model[0].weight, model[2].weight = weight, optimizer.param_groups[0]["params"][-2]
+            train(model, optimizer=optimizer)
+        else:
+            train(copied if case == "a copy" else network())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of torch.compile's own

@@ -64,6 +64,27 @@ def test_options_of_a_users_part():
             Mine(**options)
 
 
+def test_options_by_place_are_refused():
+    class ByPlace(Part):
+        name = "by_place"
+
+        def __init__(self, size=1.0, *others):
+            self.size = size
+
+    class Inherited(Mine):
+        name = "inherited"
+
+    assert ByPlace().size == 1.0
+    assert repr(Inherited(count=2)) == "inherited(count=2)"
+    for call in (lambda: ByPlace(2.0), lambda: ByPlace(size=2.0), lambda: Inherited("b"), lambda: Gauge(5.0)):
+        with pytest.raises(ArgumentError, match=r"have to be keyword-only; write def __init__\(self, \*, \.\.\.\)"):
+            call()
+
+
+class SameName(Part):
+    name = "nog"
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -77,6 +98,9 @@ def test_options_of_a_users_part():
         ("gauge(threshold=high)", "threshold takes a number"),
         ("gauge(process_group=0)", "unknown option 'process_group'"),
         ("nog+nog(solver=svd)", r"got nog twice, as nog and as nog\(solver=svd\)"),
+        (["nog", SameName()], "got nog twice"),
+        ([SameName(), "nog"], "got nog twice"),
+        ([Gauge(), Gauge(process_group=0)], "got gauge twice"),
         ("qr", "unknown treatment 'qr'; choose one of nog, sn"),
         ("gauge+ow", "can't combine gauge with ow"),
         (["nog", 3], r"expected names and instances of Part, got 3; pass e\.g\."),

@@ -538,6 +538,8 @@ def made_before():
         (lambda: treat(net(), "conv1", "nog+qr"), "unknown treatment 'qr'; choose one of nog, sn, ol, ow, olr, gauge"),
         (lambda: treat(net(), "conv_1", "nog"), "unknown layer 'conv_1'.*Did you mean 'conv1'"),
         (lambda: treat(net(), nn.Linear(2, 2), "nog"), "is not in the model"),
+        (lambda: treat(net(), 0, "nog"), r"a layer as a module or by its dotted name, got int; pass e\.g\. 'conv1'"),
+        (lambda: treat(net(), ["conv1"], "nog"), "by its dotted name, got list"),
         (lambda: treat(net(), "norm1", "nog"), r"'norm1' \(DecorrelatedBatchNorm2d\) has no matrix for a weight"),
         (lambda: treat(net(), "conv1", "nog(speed=3)"), "unknown option 'speed'; its options are: solver=gram"),
         (lambda: treat(net(), "conv1", "olr(rule=best)"), "choose one of paper, exact"),

@@ -177,18 +177,19 @@ def check_effect(given: Mapping[str, Any], config: Config, methods: Iterable[str
     """Check that each of the given settings has an effect on a run with one of the methods.
 
     Raises:
-        ArgumentError: exact condition numbers are wanted where nothing is estimated or watched, or a learning rate for
-            a layer that no network has.
+        ArgumentError: exact condition numbers are wanted where nothing is estimated or watched, a learning rate for a
+            layer that no network has, or ``parts`` names a treatment without options that no method has.
     """
     methods = list(methods)
     solvers = {method(name, config.parts).solver for name in methods}
     if "parts" in given:
         used = {part.name for name in methods for part in parse(method(name, config.parts).treatment)}
-        unused = [part.name for part in parse(config.parts) if repr(part) == part.name not in used]
-        if unused:
+        pieces = [parsed_choice(piece.lower()) for piece in split_outside(given["parts"], "+") if piece]
+        unused = [name for name, options in pieces if not options and name not in {*used, "none"}]
+        if unused:  # as written: ow(kind=kernel) may override a preset's ow(kind=operator)
             raise ArgumentError(
-                f"parts gives no option of {' and '.join(unused)}, which no method has; to treat the layer, write it "
-                f"into the method, e.g. svd+{'+'.join(unused)}."
+                f"parts sets options of treatments that methods name, and no method names {' or '.join(unused)}; to "
+                f"apply the treatment, write it into the method, e.g. svd+{'+'.join(unused)}."
             )
     if "monitor_exact" in given and config.monitor == "none":
         raise ArgumentError("monitor_exact has no effect with monitor=none, which watches nothing; leave one out.")

@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from orthocond._core import private
+
 __all__ = ["Verdict", "allowed_error", "lowest_of", "probe", "verified_eigen", "verified_one", "verified_svd"]
 
 _ALLOWED = 500
@@ -157,7 +159,7 @@ def probe(n: int, dtype: torch.dtype, device: torch.device) -> Probe:
     """
     n = int(n)  # torch.jit.trace has sizes that are tensors
     key = (n, dtype, device)
-    known = _probes.get(key)
+    known = None if private.is_tracing() else _probes.get(key)  # a tensor is constant in one traced function only
     if known is not None:
         return known
     generator = random.Random(n)  # a vector in general position, not a secret

@@ -417,15 +417,16 @@ class ConditionMonitor:
         self._num_waiting = 0
 
 
-def _watched(model: nn.Module, names: Iterable[str]) -> tuple[dict[str, nn.Module], frozenset[str]]:
+def _watched(model: nn.Module, names: Iterable[Any]) -> tuple[dict[str, nn.Module], frozenset[str]]:
     """Return the meta-layers and the layers named, without the prefixes of wrappers, and which are the latter."""
     modules = {_plain(name): module for name, module in model.named_modules()}
     layers: dict[str, nn.Module] = {name: layer for name, layer in modules.items() if isinstance(layer, MetaLayer)}
     named = []
     for name in names:
         if not isinstance(name, str):
+            example = next((plain for plain, module in modules.items() if module is name), "bn1")
             raise ArgumentError(
-                f"ConditionMonitor expected dotted names, got {type(name).__name__}; pass e.g. layers=['bn1']."
+                f"ConditionMonitor expected dotted names, got {type(name).__name__}; pass e.g. layers=[{example!r}]."
             )
         plain = _plain(name) if _plain(name) in modules else _plain(name).removeprefix("module.")
         check_choice(plain, modules, "layer", "ConditionMonitor")

@@ -96,8 +96,8 @@ class FrechetLoss(nn.Module):
         mean, P, num = samples.mean(0), covariance(samples, dim=0), samples.shape[0]
         if not P.isfinite().all():
             raise NonFiniteError(
-                "FrechetLoss got reference features that hold NaN or infinity; the reference is unchanged. Look for "
-                "the overflow in the network that computes them, or leave the batch out."
+                "FrechetLoss got reference features with NaN or infinity, or too large for their squares; the "
+                "reference is unchanged. Look for the overflow in the network that computes them, or omit the batch."
             )
         total = int(self.num_samples_tracked) + num
         weight = num / total if self.momentum is None or total == num else self.momentum

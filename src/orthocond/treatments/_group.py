@@ -1,6 +1,6 @@
 """The treatments of several layers of one model, as one object."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ class TreatmentGroup:
         Raises:
             ArgumentError: it belongs to other layers or another treatment.
         """
-        if not isinstance(state, dict) or isinstance(state.get("layer"), str):
+        if not isinstance(state, Mapping) or not state or isinstance(state.get("layer"), str):
             raise ArgumentError(
                 "load_state_dict expected the state that state_dict() of a TreatmentGroup returned, by layer; pass the "
                 "entry of the checkpoint in which it was saved."

@@ -62,23 +62,27 @@ class Treatment:
         self._last: LastStep | None = None
         self._has_warned = False
         self._adds_penalty = False
-        before = self.parameter
         self._install(by_order)
+
+    def expect_use(self, before: nn.Parameter) -> None:
+        """Warn from now on if the model is trained without the treatment, or with the parameter that it had before."""
+        self._unused = Unused(self.parameter, self.name, self.spec, self._needed())
         if self.parameter is not before and self.parameter.requires_grad:
             Replaced(before, self.parameter, self.name, self.spec)
-        missing = {"attach"} if self._acting or self._watching else set[str]()
-        missing |= {"penalty"} if self._penalizing else set[str]()
-        self._unused = Unused(self.parameter, self.name, self.spec, missing)
+
+    def _needed(self) -> set[str]:
+        needed = {"attach"} if self._acting or self._watching else set[str]()
+        return needed | ({"penalty"} if self._penalizing else set[str]())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: it is not attached, because an optimizer's copy has no hooks."""
-        return {**self.__dict__, "_optimizer": None, "_handles": [], "_rate": None}
+        """Return what a copy needs: it is not attached, because the copy of an optimizer has no hooks."""
+        missing = self._unused.missing if self._optimizer is None else self._needed()
+        return {**vars(self), "_optimizer": None, "_handles": [], "_rate": None, "_unused": set(missing)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        missing = {"attach"} if self._acting or self._watching else set[str]()
-        missing |= {"penalty"} if self._penalizing else set[str]()
-        self._unused = Unused(self.parameter, self.name, self.spec, missing)
+        vars(self).update(state)
+        is_complete = bool(vars(self.layer))  # unless the layer holds the treatment, and is copied with it
+        self._unused = Unused(self.parameter if is_complete else None, self.name, self.spec, state["_unused"])
 
     def __repr__(self) -> str:
         return f"Treatment(layer={self.name!r}, spec={self.spec!r})"
@@ -230,14 +234,9 @@ class Treatment:
         for part in parts:
             if part._is_installed:
                 raise ArgumentError(f"this {part!r} treats a layer already; make an instance for each layer.")
-        try:
-            for part in parts:
-                part._is_installed = True
-                part.install(self._target)
-        except Exception:
-            for part in parts:
-                part._is_installed = False
-            raise
+        for part in parts:
+            part._is_installed = True
+            part.install(self._target)
         self._target.example_input = None
         if self._is_replaced and parametrize.is_parametrized(self.layer, "weight"):
             # A new object: an optimizer made before holds the old one, which shows when it is attached.

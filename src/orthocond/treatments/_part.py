@@ -54,13 +54,6 @@ class Note:
         return False if self.kind == "flag" else None
 
 
-_BY_PLACE = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-)
-
-
 class Part:
     """One treatment. A subclass has a name, options, and the methods that it needs.
 
@@ -104,16 +97,15 @@ class Part:
     _is_installed = False
     _kinds: ClassVar[Mapping[str, Kind]] = MappingProxyType({})
     _arguments: ClassVar[tuple[str, ...]] = ()
+    _by_place: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if inspect.isgeneratorfunction(cls.act):
             cls.act = contextmanager(cls.act)  # type: ignore[method-assign]
-        parameters = [
-            parameter
-            for parameter in _signature(cls.__init__).parameters.values()
-            if parameter.kind is parameter.KEYWORD_ONLY
-        ]
+        _, *arguments = _signature(cls.__init__).parameters.values()
+        parameters = [parameter for parameter in arguments if parameter.kind is parameter.KEYWORD_ONLY]
+        cls._by_place = tuple(p.name for p in arguments if p.kind is p.POSITIONAL_OR_KEYWORD)
         kinds = {parameter.name: Kind.of(parameter.annotation) for parameter in parameters}
         cls._arguments = tuple(kinds)
         cls._kinds = MappingProxyType({name: kind for name, kind in kinds.items() if kind is not None})
@@ -121,7 +113,7 @@ class Part:
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Check the options, and keep them for specifications and checkpoints."""
-        if args or any(p.kind in _BY_PLACE for p in [*_signature(cls.__init__).parameters.values()][1:]):
+        if args or options.keys() & cls._by_place:
             raise ArgumentError(
                 f"the options of the part {cls.__name__} have to be keyword-only; write def __init__(self, *, ...), "
                 "and pass them by name."

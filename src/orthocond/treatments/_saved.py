@@ -14,11 +14,10 @@ def check_state(state: Any) -> None:
     """Raise `ArgumentError` for what no `Treatment.state_dict` returned."""
     is_own = isinstance(state, Mapping) and {"layer", "spec", "last"} <= state.keys()
     if not is_own or not isinstance(state.get("parts", state.get("options")), Mapping):
-        what = (
-            f"with the keys {', '.join(map(str, list(state)[:5]))}" if isinstance(state, Mapping) else repr(state)[:60]
-        )
+        is_other = isinstance(state, Mapping) and bool(state)
+        what = f"one with the keys {', '.join(map(str, list(state)[:5]))}" if is_other else repr(state)[:60]
         raise ArgumentError(
-            f"load_state_dict expected the state that state_dict() of one treatment returned, got one {what}; pass the "
+            f"load_state_dict expected the state that state_dict() of one treatment returned, got {what}; pass the "
             "entry of the checkpoint in which it was saved."
         )
 

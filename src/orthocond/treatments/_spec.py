@@ -97,7 +97,8 @@ def _parts(spec: Specification, defaults: str = "none") -> tuple[Part, ...]:
     for piece in pieces:
         for part in [piece] if isinstance(piece, Part) else _from_text(piece, others):
             other = parts.get(part.name, part)
-            if other is not part and (isinstance(piece, Part) or repr(other) != repr(part)):
+            is_same = type(other) is type(part) and repr(other) == repr(part) and not isinstance(piece, Part)
+            if other is not part and not is_same:
                 raise ArgumentError(
                     f"treat got {part.name} twice, as {parts[part.name]!r} and as {part!r}; give it once, with all of "
                     "its options."

@@ -1,12 +1,8 @@
 """Applying a treatment to a layer of a model."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from copy import copy
 from typing import Any, Literal, overload
 from warnings import warn
 
-import torch
 from torch import nn
 
 from orthocond.errors import ArgumentError, OrthocondWarning, check_choice, check_module
@@ -14,6 +10,7 @@ from orthocond.graph import Join, find_pre_svd, has_matrix, unwrapped
 from orthocond.treatments._group import TreatmentGroup
 from orthocond.treatments._host import Treatment
 from orthocond.treatments._part import renewed
+from orthocond.treatments._restored import restored_on_failure
 from orthocond.treatments._spec import Specification, check_flat_options, parse
 from orthocond.treatments._target import Target
 
@@ -38,6 +35,8 @@ def treat(
         treatment = orthocond.treat(model, "conv1", "nog+ow+olr")    # before the optimizer
         treatment.attach(optimizer)                                  # any optimizer of torch
         loss = criterion(model(x), y) + treatment.penalty()          # zero without ol
+
+    An error leaves the model as it was.
 
     Args:
         model: the model. It may be wrapped by `torch.compile` or, unless ``ow`` or ``sn`` replace the weight, by DDP.
@@ -85,45 +84,17 @@ def treat(
     if is_found:
         layers = [*_pre_svd_layers(model, str(layer), example_input)]
     targets = [Target(model, *_found(model, each)) for each in layers]
+    parameters = [target.parameter for target in targets]
     treatments: list[Treatment] = []
-    with _restored_on_failure([target.layer for target in targets]):
-        try:
-            for target in targets:
-                target.example_input = example_input
-                treatments.append(Treatment(target, map(renewed, parts) if len(targets) > 1 else parts))
-        except Exception:
-            for treatment in treatments:
-                with suppress(ArgumentError):
-                    treatment.remove()
-            raise
-    for message in dict.fromkeys(message for target in targets for message in target.warnings):
-        warn(message, OrthocondWarning, stacklevel=2)
+    with restored_on_failure(targets, parts):
+        for target in targets:
+            target.example_input = example_input
+            treatments.append(Treatment(target, map(renewed, parts) if len(targets) > 1 else parts))
+        for message in dict.fromkeys(message for target in targets for message in target.warnings):
+            warn(message, OrthocondWarning, stacklevel=2)
+    for treatment, before in zip(treatments, parameters, strict=True):
+        treatment.expect_use(before)
     return TreatmentGroup(treatments) if is_found and layer == "all" else treatments[0]
-
-
-@contextmanager
-def _restored_on_failure(layers: list[nn.Module]) -> Iterator[None]:
-    """Leave the layers as they were, with the values of their parameters, if what is done with them raises."""
-    kept = [
-        (
-            layer,
-            type(layer),
-            {name: copy(value) if isinstance(value, dict) else value for name, value in vars(layer).items()},
-            {parameter: parameter.detach().clone() for parameter in layer.parameters(recurse=False)},
-        )
-        for layer in layers
-    ]
-    try:
-        yield
-    except Exception:
-        for layer, kind, attributes, values in kept:
-            layer.__class__ = kind
-            vars(layer).clear()
-            vars(layer).update(attributes)
-            for parameter, value in values.items():
-                with torch.no_grad():
-                    parameter.copy_(value)
-        raise
 
 
 def _pre_svd_layers(model: nn.Module, which: str, example_input: Any) -> list[str]:
