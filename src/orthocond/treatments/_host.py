@@ -64,7 +64,7 @@ class Treatment:
         self._adds_penalty = False
         self._install(by_order)
 
-    def expect_use(self, before: nn.Parameter) -> None:
+    def _expect_use(self, before: nn.Parameter) -> None:
         """Warn from now on if the model is trained without the treatment, or with the parameter that it had before."""
         self._unused = Unused(self.parameter, self.name, self.spec, self._needed())
         if self.parameter is not before and self.parameter.requires_grad:

@@ -93,7 +93,7 @@ def treat(
         for message in dict.fromkeys(message for target in targets for message in target.warnings):
             warn(message, OrthocondWarning, stacklevel=2)
     for treatment, before in zip(treatments, parameters, strict=True):
-        treatment.expect_use(before)
+        treatment._expect_use(before)
     return TreatmentGroup(treatments) if is_found and layer == "all" else treatments[0]
 
 

@@ -1,4 +1,4 @@
-"""A warning for treatments without effect: one that is never attached, a penalty that is never added."""
+"""Warnings for treatments without effect: never attached, a penalty never added, an optimizer made too early."""
 
 import weakref
 from typing import Any, ClassVar
@@ -87,7 +87,7 @@ class Replaced:
     """
 
     _waiting: ClassVar[dict["Replaced", None]] = {}
-    """Those that have seen neither parameter in a step."""
+    """Those of which no step has told yet whether the new parameter is trained."""
     _hooks: ClassVar[list[Any]] = []
     """The one hook for all of them, which stays: torch calls hooks from a dict that may not change meanwhile."""
 
